@@ -1,0 +1,31 @@
+PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+
+.PHONY: format lint types test test-gpu bench docs handbook check
+
+format: ## rewrite the sources in the house style
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types:
+	$(PYTHON) -m mypy
+
+test:
+	$(PYTHON) -m pytest
+
+test-gpu: ## the tests that need a CUDA device
+	$(PYTHON) -m pytest -m gpu
+
+bench: ## one question about the handbook, with its times and bytes
+	$(PYTHON) -m cocktail.cli.app ask examples/handbook.pdf "Which exit code means that the document is encrypted?" --stats
+
+handbook: ## examples/handbook.pdf from docs/handbook/
+	$(PYTHON) docs/build_handbook.py
+
+docs: handbook ## everything under docs/ that is generated
+	$(PYTHON) docs/generate_cli.py
+
+check: lint types test ## what CI runs; the tests also fail on stale documents

@@ -1,0 +1,146 @@
+"""What a run returns: the answer, its citations and its statistics, and their JSON form."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Citation:
+    """A passage of the document that supports the answer.
+
+    `page` counts from 1; `start` and `end` are character offsets into that page's text, so that
+    `page_text[start:end] == quote`; `precision` is "fp16", "int8", "int4" or "int2".
+    """
+
+    page: int
+    page_label: str
+    chunk: int
+    start: int
+    end: int
+    quote: str
+    score: float
+    precision: str
+
+
+@dataclass(frozen=True)
+class DocumentInfo:
+    path: str
+    sha256: str
+    pages: int
+    tokens: int
+    format: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    document_tokens: int
+    completion_tokens: int
+    truncated_tokens: int
+
+
+@dataclass(frozen=True)
+class KvStats:
+    policy: str
+    chunks: dict[str, int]
+    bytes: int
+    fp16_bytes: int
+    bits_per_value: float
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    vram_budget_bytes: int | None
+    estimated_peak_bytes: int
+    measured_peak_bytes: int | None
+    resident_layers: int
+    offloaded_layers: int
+    substitute_bits: int | None
+    emulated: bool
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    mode: str = "off"
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    mean_acceptance_length: float | None = None
+    acceptance_rate: float | None = None
+    why_off: str | None = "this version decodes one token at a time"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds. `load` is imports and model and encoder load, nothing else; `tpot` is per token after the first."""
+
+    parse: float = 0.0
+    score: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    ttft: float = 0.0
+    decode: float = 0.0
+    tpot: float | None = None
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    document: str = "off"
+    kv: str = "off"
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    name: str
+    source: str
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question's answer with everything that is reported about it."""
+
+    document: DocumentInfo
+    question: str
+    answer: str
+    answered: bool
+    finish_reason: str  # "stop" | "length" | "interrupted" | "error"
+    citations: tuple[Citation, ...]
+    usage: Usage
+    kv: KvStats
+    plan: PlanStats
+    speculation: SpeculationStats
+    timings: Timings
+    cache: CacheStats
+    model: ModelInfo
+    versions: dict[str, str]
+    warnings: tuple[str, ...] = ()
+    id: str | None = None
+    reasoning: str = field(default="", compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract's JSON object; never holds NaN."""
+        body = asdict(self)
+        body.pop("reasoning")
+        body["citations"] = list(body["citations"])
+        body["warnings"] = list(body["warnings"])
+        identity = body.pop("id")
+        return {"schema_version": SCHEMA_VERSION, "ok": True, "id": identity, **body, "error": None}
+
+
+def error_json(code: str, message: str, hint: str | None, identity: str | None = None) -> dict[str, Any]:
+    """The contract's JSON object of a run that failed."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ok": False,
+        "id": identity,
+        "finish_reason": "error",
+        "error": {"code": code, "message": message, "hint": hint},
+    }

@@ -1,0 +1,1 @@
+"""The command line: Typer commands, Rich rendering, JSON output, exit codes."""

@@ -1,0 +1,189 @@
+"""`cocktail ask`: questions in, cited answers out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cocktail.answer import Answer
+from cocktail.cli import options
+from cocktail.cli.output import Output, is_terminal, json_line
+from cocktail.errors import UsageError
+from cocktail.settings import resolve
+
+if TYPE_CHECKING:
+    from cocktail.cli.render import TerminalReporter
+
+STDIN = "-"
+_EXAMPLE = 'For example: cocktail ask report.pdf "Who wrote it?"'
+
+
+def ask(
+    ctx: typer.Context,
+    document: options.Document,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", show_default=False, help="The question, in quotes.")
+    ] = None,
+    more_questions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-q",
+            "--question",
+            metavar="QUESTION",
+            help="One more question; repeatable. All share one reading of the document.",
+            rich_help_panel="Document",
+        ),
+    ] = None,
+    questions_file: Annotated[
+        str | None,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help='One question a line, UTF-8; "-" reads stdin.',
+            rich_help_panel="Document",
+        ),
+    ] = None,
+    pages: options.Pages = None,
+    password: options.Password = None,
+    strict: options.Strict = False,
+    model: options.Model = None,
+    vram: options.Vram = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    system: options.System = None,
+    kv: options.Kv = None,
+    scorer: options.Scorer = None,
+    chunk_size: options.ChunkSize = None,
+    alpha: options.Alpha = None,
+    beta: options.Beta = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write the answer to a file, which is replaced only if the run succeeds.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    json: options.Json = False,
+    no_stream: Annotated[
+        bool, typer.Option("--no-stream", help="Write the answer once it is complete.", rich_help_panel="Output")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show bytes, bits and timings on stderr.", rich_help_panel="Output")
+    ] = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    no_progress: options.NoProgress = False,
+    color: options.Color = "auto",
+    debug: options.Debug = False,
+) -> None:
+    """Answer questions about a document, with the pages the answers come from.
+
+    The answer goes to stdout, its sources to stderr. Answers to several questions come in order, a blank line between
+    them; with --json each is one line.
+    """
+    config = resolve(ctx.params).config()
+    target = Output(output)
+    if document == STDIN and questions_file == STDIN:
+        raise UsageError(
+            "The document and the questions cannot both come from standard input.", "Give one of them as a file."
+        )
+    questions = collect_questions(question, more_questions or (), questions_file)
+    data = read_stdin("the document") if document == STDIN else None
+
+    from cocktail.cli.render import Display, TerminalReporter
+    from cocktail.engine import Request, answer_questions
+
+    display = Display(quiet, verbose, not no_progress, color, stream=not (json or no_stream or target.path))
+    reporter = TerminalReporter(target, display, questions)
+    request = Request(document, questions, data=data, pages=pages, password=password, strict=strict)
+    interrupted = False
+    try:
+        # What a library prints is not the answer.
+        with redirect_stdout(sys.stderr):
+            for answer in answer_questions(request, config, reporter):
+                interrupted = answer.finish_reason == "interrupted"
+                _show(answer, target, reporter, json=json, stats=stats)
+                if answer.finish_reason == "length":
+                    reporter.warn(f"the answer was cut at --max-tokens {config.max_tokens}.")
+    finally:
+        reporter.close()
+    if interrupted:
+        if target.path is not None:
+            reporter.warn(f"interrupted; {target.path} was left as it was.")
+        else:
+            reporter.warn("interrupted; the answer is incomplete.")
+        raise typer.Exit(130)
+    target.commit()
+
+
+def collect_questions(question: str | None, more: Sequence[str], file: str | None) -> tuple[str, ...]:
+    """Returns all questions of a run: the argument, then the options, then the file's lines.
+
+    Raises:
+        UsageError: There is none, one is empty, or the file cannot be read.
+    """
+    given = [text.strip() for text in (*([] if question is None else [question]), *more)]
+    if STDIN in given:
+        raise UsageError('"-" is no question.', "To read questions from standard input, use --questions -.")
+    if not all(given):
+        raise UsageError("The question is empty.", _EXAMPLE)
+    if file is not None:
+        listed = [line.strip() for line in _read_questions(file).splitlines() if line.strip()]
+        if not listed:
+            raise UsageError(f"--questions {file} holds no question.", "Write one question on each line.")
+        given += listed
+    if not given:
+        raise UsageError("There is no question.", _EXAMPLE)
+    return tuple(given)
+
+
+def read_stdin(what: str) -> bytes:
+    """Returns all of standard input, which must be piped.
+
+    Raises:
+        UsageError: Standard input is a terminal or closed.
+    """
+    if sys.stdin is None or is_terminal(sys.stdin):
+        raise UsageError(
+            f'"-" reads {what} from standard input, but nothing is piped into it.',
+            'For example: cat notes.txt | cocktail ask - "What was decided?"',
+        )
+    return sys.stdin.buffer.read()
+
+
+def _read_questions(file: str) -> str:
+    try:
+        data = read_stdin("the questions") if file == STDIN else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"--questions {file} cannot be read: {error.strerror}.") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--questions {file} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from error
+
+
+def _show(answer: Answer, target: Output, reporter: TerminalReporter, *, json: bool, stats: bool) -> None:
+    """Writes one answer: JSON, or text followed by its sources."""
+    if json:
+        target.write(json_line(answer.to_json()) + "\n")
+    else:
+        reporter.finish(answer)
+        reporter.sources(answer.citations)
+    if stats:
+        reporter.stats(answer)

@@ -1,0 +1,159 @@
+"""`cocktail doctor`: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cocktail import __version__
+from cocktail.answer import SCHEMA_VERSION
+from cocktail.cli import options
+from cocktail.cli.models import model_records
+from cocktail.cli.output import Output, aligned, json_line
+from cocktail.config import Config
+from cocktail.offload.budget import format_bytes
+from cocktail.settings import project_file, resolve, user_file
+
+_NEEDED = ("torch", "transformers", "sentence-transformers", "pypdfium2", "bm25s")
+# What an absent package means for the user.
+_OPTIONAL = {
+    "triton": "GPU kernels are off; the torch reference is used",
+    "bitsandbytes": "not needed; models are read as BF16, FP16 or FP32",
+}
+_LOW_DISK_BYTES = 2 * 10**9
+
+
+def doctor(
+    ctx: typer.Context,
+    cache_dir: options.CacheDir = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show versions, devices, memory, disk and models; exit code 1 where something needed is broken."""
+    report = examine(resolve(ctx.params).config())
+    if json:
+        Output().write(json_line({"schema_version": SCHEMA_VERSION, "ok": not report["problems"], **report}) + "\n")
+    else:
+        Output().write("\n".join(_lines(report)) + "\n")
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def examine(config: Config) -> dict[str, Any]:
+    """Returns what was found; `problems` lists what keeps Cocktail from working, `notes` what is worth knowing."""
+    problems: list[str] = []
+    notes: list[str] = []
+    versions: dict[str, str | None] = {"cocktail": __version__, "python": platform.python_version()}
+    for package in (*_NEEDED, *_OPTIONAL):
+        versions[package] = _version(package)
+    problems += [f"{package} is not installed" for package in _NEEDED if versions[package] is None]
+    absent = [package for package in _OPTIONAL if versions[package] is None]
+    notes += [f"{package} is not installed: {_OPTIONAL[package]}" for package in absent]
+    wsl = _is_wsl()
+    devices = _devices(problems)
+    has_cuda = any(device["kind"] == "cuda" for device in devices)
+    cache = _cache(config, problems, notes)
+    models = model_records(config)
+    absent = [model["name"] for model in models if model["path"] is None]
+    for name in (config.model, config.scorer):
+        if name in absent:
+            notes.append(f"{name} is not there yet: the first run fetches it, or cocktail models pull {name}")
+    return {
+        "versions": versions,
+        "platform": platform.platform() + (" (WSL)" if wsl else ""),
+        "wsl": wsl,
+        "devices": devices,
+        "pinned_memory": _pinned_memory(has_cuda, wsl),
+        "cache": cache,
+        "settings_files": [str(path) for path in (user_file(), project_file()) if path.is_file()],
+        "models": models,
+        "problems": problems,
+        "notes": notes,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_wsl() -> bool:
+    return "microsoft" in platform.uname().release.lower()
+
+
+def _devices(problems: list[str]) -> list[dict[str, Any]]:
+    """Returns the CPU and every CUDA device with its memory in bytes; a torch that does not load is a problem."""
+    cpu: dict[str, Any] = {"kind": "cpu", "name": platform.machine(), "cores": os.cpu_count()}
+    if hasattr(os, "sysconf"):
+        cpu["total_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        import torch
+    except Exception as error:  # a broken native library raises anything
+        problems.append(f"torch does not load: {type(error).__name__}: {error}")
+        return [cpu]
+    devices = [cpu]
+    if not torch.cuda.is_available():
+        return devices
+    for index in range(torch.cuda.device_count()):
+        device: dict[str, Any] = {"kind": "cuda", "name": torch.cuda.get_device_name(index)}
+        try:
+            device["free_bytes"], device["total_bytes"] = torch.cuda.mem_get_info(index)
+            device["capability"] = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        except RuntimeError as error:
+            problems.append(f"cuda:{index} does not answer: {error}")
+        devices.append(device)
+    return devices
+
+
+def _pinned_memory(has_cuda: bool, wsl: bool) -> str:
+    if not has_cuda:
+        return "not used without a CUDA device"
+    if wsl:
+        return "limited under WSL, often to 0.5-2 GB; where it fails, slower pageable memory is used"
+    return "used for weights that do not fit the card"
+
+
+def _cache(config: Config, problems: list[str], notes: list[str]) -> dict[str, Any]:
+    """Returns where models are kept and how much room there is."""
+    from cocktail.model_source import models_dir
+
+    folder = Path(models_dir(config))
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    writable = os.access(existing, os.W_OK)
+    if not writable:
+        problems.append(f"{existing} may not be written, so no model can be fetched; choose another --cache-dir")
+    free = shutil.disk_usage(existing).free
+    if free < _LOW_DISK_BYTES:
+        notes.append(f"only {format_bytes(free)} are free where models are kept")
+    return {"models": str(folder), "free_bytes": free, "writable": writable}
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    rows = [(name, version or "not installed") for name, version in report["versions"].items()]
+    rows.append(("platform", report["platform"]))
+    for device in report["devices"]:
+        if device["kind"] == "cpu":
+            memory = f", {format_bytes(device['total_bytes'])}" if "total_bytes" in device else ""
+            rows.append(("cpu", f"{device['name']}, {device['cores']} cores{memory}"))
+        else:
+            free, total = device.get("free_bytes"), device.get("total_bytes")
+            memory = f", {format_bytes(free)} free of {format_bytes(total)}" if total else ""
+            rows.append(("cuda", device["name"] + memory))
+    if len(report["devices"]) == 1:
+        rows.append(("cuda", "none found"))
+    rows.append(("pinned memory", report["pinned_memory"]))
+    rows.append(("models in", f"{report['cache']['models']}, {format_bytes(report['cache']['free_bytes'])} free"))
+    rows += [("settings", path) for path in report["settings_files"]]
+    rows += [("model", f"{model['name']}: {model['path']}") for model in report["models"] if model["path"]]
+    rows += [("note", note) for note in report["notes"]]
+    rows += [("problem", problem) for problem in report["problems"]]
+    table = aligned(("doctor", ""), rows).splitlines()[1:]
+    return [*table, "", "Something needed is broken." if report["problems"] else "All that is needed is there."]

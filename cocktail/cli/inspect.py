@@ -1,0 +1,175 @@
+"""`cocktail inspect`: pages, text quality and chunks of a document; with a question also scores and bits."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cocktail.answer import SCHEMA_VERSION
+from cocktail.cli import options
+from cocktail.cli.ask import STDIN, collect_questions, read_stdin
+from cocktail.cli.output import Output, aligned, json_line, one_line, use_color
+from cocktail.settings import resolve
+
+if TYPE_CHECKING:
+    from cocktail.engine import Inspection
+
+_TOP_CHUNKS = 5
+_PREVIEW_LENGTH = 100
+_PIPED_WIDTH = 80
+_BLOCKS = "▁▂▃▄▅▆▇█"
+# A precision's letter in the strip and its colour: the more bits, the warmer.
+_LETTERS = {"fp16": "F", "int8": "8", "int4": "4", "int2": "2"}
+_COLORS = {"fp16": 31, "int8": 35, "int4": 33, "int2": 34}
+
+
+def inspect(
+    ctx: typer.Context,
+    document: options.Document,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", show_default=False, help="Also show scores and bits for it.")
+    ] = None,
+    pages: options.Pages = None,
+    password: options.Password = None,
+    strict: options.Strict = False,
+    model: options.Model = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = None,
+    kv: options.Kv = None,
+    scorer: options.Scorer = None,
+    chunk_size: options.ChunkSize = None,
+    alpha: options.Alpha = None,
+    beta: options.Beta = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    no_progress: options.NoProgress = False,
+    color: options.Color = "auto",
+    debug: options.Debug = False,
+) -> None:
+    """Show a document's pages, text quality and chunks; with a question also scores and bits.
+
+    Loads the tokenizer, and with a question the encoder, but never the model's weights.
+    """
+    config = resolve(ctx.params).config()
+    target = Output()
+    questions = collect_questions(question, (), None) if question is not None else ()
+    data = read_stdin("the document") if document == STDIN else None
+
+    from cocktail.cli.render import Display, TerminalReporter
+    from cocktail.engine import Request, inspect_document
+
+    reporter = TerminalReporter(target, Display(quiet, verbose, not no_progress, color))
+    request = Request(document, questions, data=data, pages=pages, password=password, strict=strict)
+    try:
+        with redirect_stdout(sys.stderr):
+            inspection = inspect_document(request, config, reporter)
+    finally:
+        reporter.close()
+    if json:
+        target.write(json_line(inspection_json(inspection, question)) + "\n")
+        return
+    width = shutil.get_terminal_size().columns if target.terminal else _PIPED_WIDTH
+    for line in _lines(inspection, width, colored=use_color(sys.stdout, color)):
+        sys.stdout.write(line + "\n")
+
+
+def inspection_json(inspection: Inspection, question: str | None) -> dict[str, Any]:
+    """Returns what was found as JSON: every page and every chunk."""
+    document, tokenized = inspection.document, inspection.tokenized
+    scores = _scores(inspection)
+    chunks = []
+    for position, chunk in enumerate(tokenized.chunks):
+        body = {
+            "chunk": chunk.index,
+            "tokens": chunk.end - chunk.start,
+            "page": document.pages[chunk.page_first].number,
+            "last_page": document.pages[chunk.page_last].number,
+            "score": scores[position] if scores else None,
+            "precision": inspection.plan.precision(position) if inspection.plan else None,
+        }
+        chunks.append(body)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ok": True,
+        "document": {
+            "path": document.path,
+            "format": document.format,
+            "sha256": document.sha256,
+            "pages": document.page_count,
+            "tokens": len(tokenized.token_ids),
+            "characters": len(document.text),
+        },
+        "pages": [
+            {"page": page.number, "page_label": page.label, "characters": len(page.text), "quality": page.quality}
+            for page in document.pages
+        ],
+        "question": question,
+        "chunk_size": tokenized.chunk_size,
+        "chunks": chunks,
+        "unquantized_tail_tokens": len(tokenized.token_ids) - tokenized.remainder_start,
+        "kv": {"policy": inspection.plan.policy, "chunks": inspection.plan.counts()} if inspection.plan else None,
+        "warnings": list(document.warnings),
+    }
+
+
+def heat_strip(scores: Sequence[float], precisions: Sequence[str], width: int, *, colored: bool) -> list[str]:
+    """Returns lines that show score and precision along the document, chunks beside each other.
+
+    A cell stands for one chunk, or for several where there are more chunks than `width`: it shows their best score and
+    the precision of that chunk. Uncoloured, a second line names the precision: F (unquantized), 8, 4 or 2.
+    """
+    cells = min(width, len(scores))
+    low, spread = min(scores, default=0.0), max(scores, default=0.0) - min(scores, default=0.0)
+    bars, letters = "", ""
+    for cell in range(cells):
+        span = range(cell * len(scores) // cells, (cell + 1) * len(scores) // cells)
+        best = max(span, key=scores.__getitem__)
+        height = (scores[best] - low) / spread if spread > 0 else 0.0
+        block = _BLOCKS[round(height * (len(_BLOCKS) - 1))]
+        bars += f"\x1b[{_COLORS[precisions[best]]}m{block}\x1b[0m" if colored else block
+        letters += _LETTERS[precisions[best]]
+    return [bars, letters]
+
+
+def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
+    document, tokenized = inspection.document, inspection.tokenized
+    rows = [(str(page.number), page.label, f"{len(page.text):,}", f"{page.quality:.2f}") for page in document.pages]
+    tail = len(tokenized.token_ids) - tokenized.remainder_start
+    lines = [
+        f"{one_line(document.path)}: {document.format}, {document.page_count} pages, {len(document.text):,} characters",
+        f"{len(tokenized.token_ids):,} tokens: {len(tokenized.chunks):,} chunks of {tokenized.chunk_size}"
+        + (f" and {tail} more" if tail else ""),
+        "",
+        aligned(("page", "label", "characters", "quality"), rows),
+    ]
+    scores = _scores(inspection)
+    if not scores or inspection.plan is None:
+        return lines
+    precisions = [inspection.plan.precision(position) for position in range(len(scores))]
+    counts = ", ".join(f"{count} {precision}" for precision, count in inspection.plan.counts().items())
+    best = sorted(range(len(scores)), key=lambda position: -scores[position])[:_TOP_CHUNKS]
+    top = [
+        (
+            f"{scores[position]:.3f}",
+            precisions[position],
+            document.pages[tokenized.chunks[position].page_first].label,
+            one_line(tokenized.chunk_text(position))[:_PREVIEW_LENGTH],
+        )
+        for position in best
+    ]
+    strip = heat_strip(scores, precisions, width, colored=colored)
+    table = aligned(("score", "kept", "page", "text"), top)
+    return [*lines, "", f"{inspection.plan.policy}: {counts}", *strip, "", table]
+
+
+def _scores(inspection: Inspection) -> list[float]:
+    """Returns the score of each full chunk; none without a question."""
+    if inspection.scores is None:
+        return []
+    return [float(score) for score in inspection.scores.reshape(-1)[: len(inspection.tokenized.chunks)]]

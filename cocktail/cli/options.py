@@ -1,0 +1,260 @@
+"""The options that commands share, each declared once; defaults come from `Config`, so that files may set them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from cocktail.config import DEVICES, KV_POLICIES, Config
+from cocktail.errors import UsageError
+from cocktail.settings import DTYPE_ALIASES
+
+COLORS = ("auto", "always", "never")
+SCORERS = ("minilm", "contriever", "bm25", "hybrid")
+
+_DEFAULT = Config()
+_DOCUMENT, _MODEL, _ANSWER, _KV, _OUTPUT = "Document", "Model and memory", "Answer", "KV cache", "Output"
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose plain help lists its options by group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments, then one section of options for each group."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                argument = parameter.param_type_name == "argument"
+                group = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Other"
+                sections.setdefault(group, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def help_alone(ctx: typer.Context) -> None:
+    """Prints the help of a group of commands that was named without one of them."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def _complete(values: Sequence[str]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def _color(value: str) -> str:
+    if value not in COLORS:
+        raise UsageError(f"--color is {value!r}; it must be one of {', '.join(COLORS)}.")
+    return value
+
+
+Document = Annotated[
+    str, typer.Argument(metavar="DOC", show_default=False, help='A PDF, Markdown, text or code file; "-" reads stdin.')
+]
+Pages = Annotated[
+    str | None,
+    typer.Option("--pages", metavar="RANGES", help="Only these pages, such as 3-10.", rich_help_panel=_DOCUMENT),
+]
+Password = Annotated[
+    str | None,
+    typer.Option(
+        "--password",
+        metavar="TEXT",
+        envvar="COCKTAIL_PASSWORD",
+        help="Opens an encrypted PDF; COCKTAIL_PASSWORD keeps it out of the process list.",
+        show_envvar=False,
+        rich_help_panel=_DOCUMENT,
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Fail where the text is damaged, instead of warning.", rich_help_panel=_DOCUMENT),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help=f"A folder, a Hugging Face id, or a name from `cocktail models list` (default: {_DEFAULT.model}).",
+        rich_help_panel=_MODEL,
+    ),
+]
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        "--vram",
+        metavar="SIZE",
+        help="Memory budget: 8, 8G or 8GB (10^9 bytes), 8GiB (2^30), 8192MiB, or auto (what is free).",
+        rich_help_panel=_MODEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="|".join(DEVICES),
+        help=f"Where to run (default: {_DEFAULT.device}).",
+        autocompletion=_complete(DEVICES),
+        rich_help_panel=_MODEL,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="auto|" + "|".join(DTYPE_ALIASES),
+        help=f"Precision of weights and of unquantized KV (default: {_DEFAULT.dtype}).",
+        autocompletion=_complete(["auto", *DTYPE_ALIASES]),
+        rich_help_panel=_MODEL,
+    ),
+]
+CacheDir = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-dir",
+        metavar="FOLDER",
+        help="Where models and caches are kept (default: the user's cache folder).",
+        rich_help_panel=_MODEL,
+    ),
+]
+Offline = Annotated[
+    bool | None,
+    typer.Option(
+        "--offline/--no-offline",
+        show_default=False,
+        help="Open no socket, not even to fetch a missing model.",
+        rich_help_panel=_MODEL,
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--max-tokens",
+        metavar="N",
+        help=f"Longest answer, in tokens (default: {_DEFAULT.max_tokens}).",
+        rich_help_panel=_ANSWER,
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        help="0 takes the likeliest token (default); above 0 samples.",
+        rich_help_panel=_ANSWER,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Sample from the likeliest tokens that together reach P (default: 1).",
+        rich_help_panel=_ANSWER,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", metavar="K", help="Sample from the K likeliest tokens (default: 0, off).", rich_help_panel=_ANSWER
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        help=f"Sampling repeats with the same seed (default: {_DEFAULT.seed}).",
+        rich_help_panel=_ANSWER,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop", metavar="TEXT", help="End the answer before this text; repeatable.", rich_help_panel=_ANSWER
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "-s", "--system", metavar="TEXT", help="Instructions to the model on how to answer.", rich_help_panel=_ANSWER
+    ),
+]
+Scorer = Annotated[
+    str | None,
+    typer.Option(
+        "--scorer",
+        metavar="|".join(SCORERS) + "|MODEL",
+        help=f"What ranks the document's chunks by the question (default: {_DEFAULT.scorer}).",
+        autocompletion=_complete(SCORERS),
+        rich_help_panel=_KV,
+    ),
+]
+ChunkSize = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk-size",
+        metavar="N",
+        help=f"Tokens in a chunk (default: {_DEFAULT.chunk_size}).",
+        rich_help_panel=_KV,
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        "--alpha",
+        metavar="A",
+        help=f"Share of the score range held in 2 bits; selects the paper's rule (default: {_DEFAULT.alpha}).",
+        rich_help_panel=_KV,
+    ),
+]
+Beta = Annotated[
+    float | None,
+    typer.Option(
+        "--beta",
+        metavar="B",
+        help=f"Share of the score range left unquantized; selects the paper's rule (default: {_DEFAULT.beta}).",
+        rich_help_panel=_KV,
+    ),
+]
+Kv = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        metavar="POLICY",
+        help=f"How the document's KV cache is held: {', '.join(KV_POLICIES)} (default: {_DEFAULT.kv}).",
+        autocompletion=_complete(KV_POLICIES),
+        rich_help_panel=_KV,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write JSON, one object on one line.", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", help="Only the answer, warnings and errors. (-q is a question.)", rich_help_panel=_OUTPUT),
+]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "-v", "--verbose", count=True, show_default=False, help="Say more on stderr.", rich_help_panel=_OUTPUT
+    ),
+]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress.", rich_help_panel=_OUTPUT)]
+Color = Annotated[
+    str,
+    typer.Option(
+        "--color",
+        metavar="|".join(COLORS),
+        show_default=False,
+        help="Colour on terminals (default: auto); NO_COLOR is respected.",
+        callback=_color,
+        autocompletion=_complete(COLORS),
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)]

@@ -1,0 +1,139 @@
+"""What is written and where: standard output or a file, with nothing in it that could steer a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from cocktail.errors import CocktailError, UsageError
+
+_BIDI = "\u202a-\u202e\u2066-\u2069"
+_STEERS_TERMINAL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
+_UNSAFE_IN_JSON = re.compile(f"[\x7f-\x9f{_BIDI}]")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Returns whether `stream` is a terminal; a closed stream is none."""
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False
+
+
+def use_color(stream: TextIO, choice: str) -> bool:
+    """Returns whether colour goes to `stream`, by --color, NO_COLOR and what the stream is."""
+    if choice != "auto":
+        return choice == "always"
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def printable(text: str, *, terminal: bool) -> str:
+    """Returns `text` without what could steer a terminal: escape bytes always, other controls on a terminal."""
+    return _STEERS_TERMINAL.sub("", text) if terminal else text.replace("\x1b", "")
+
+
+def one_line(text: str) -> str:
+    """Returns `text` on one line without control characters."""
+    return printable(" ".join(text.split()), terminal=True)
+
+
+def json_line(body: dict[str, Any]) -> str:
+    """Returns `body` as one line of JSON in which every control character is escaped."""
+    line = json.dumps(body, ensure_ascii=False, allow_nan=False)
+    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
+
+
+def aligned(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table as plain text, columns padded to their widest cell, without trailing spaces."""
+    lines = [list(headers), *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+class Output:
+    """Receives the answer or the JSON; a file is replaced only by `commit`, so a failed run keeps the old one.
+
+    Args:
+        path: A file, or None or "-" for standard output.
+
+    Raises:
+        UsageError: The file's folder is missing or may not be written, or `path` is a folder.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = None if path is None or path == "-" else _target(Path(path))
+        self._stdout = sys.stdout
+        self._held: list[str] = []
+        self.terminal = self.path is None and is_terminal(self._stdout)
+        if self.path is not None:
+            _check_target(self.path)
+
+    def write(self, text: str) -> None:
+        """Writes `text` to standard output at once, or holds it for the file."""
+        clean = printable(text, terminal=self.terminal)
+        if self.path is not None:
+            self._held.append(clean)
+        else:
+            self._stdout.write(clean)
+            self._stdout.flush()
+
+    def commit(self) -> None:
+        """Puts what was written into the file, all at once; standard output needs nothing."""
+        if self.path is None:
+            return
+        content = "".join(self._held).encode("utf-8", "backslashreplace")
+        try:
+            _replace(self.path, content)
+        except OSError as error:
+            raise CocktailError(f"{self.path} cannot be written: {error.strerror}.") from error
+
+
+def _target(path: Path) -> Path:
+    """Returns `path`, or the file a link leads to, so that the link stays; /dev/stdout leads to no file."""
+    return path.resolve() if path.is_file() else path
+
+
+def _check_target(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder; it must be a file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: the folder {path.parent} does not exist.", "Create it, then run again.")
+    target = path if path.exists() and not path.is_file() else path.parent
+    if not os.access(target, os.W_OK):
+        raise UsageError(f"--output {path}: {target} may not be written.", "Choose another place for the file.")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes `content` to a temporary file beside `path`, then renames it; devices and pipes are written directly."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    descriptor, temporary = tempfile.mkstemp(prefix=".cocktail-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), _mode(path))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _mode(path: Path) -> int:
+    """Returns the permissions of the file to be replaced, or those a new file would get."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

@@ -1,0 +1,61 @@
+"""The settings of one run, validated once and passed down whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cocktail.errors import UsageError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cuda", "cpu")
+KV_POLICIES = ("cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2")
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_SCORER = "minilm"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that decides what a run computes. Sizes in bytes or tokens as named."""
+
+    model: str = DEFAULT_MODEL
+    device: str = "auto"
+    dtype: str = "auto"
+    vram_bytes: int | None = None  # None: no budget given
+    vram_auto: bool = False  # --vram auto: free memory less a margin
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    system: str | None = None
+    scorer: str = DEFAULT_SCORER
+    chunk_size: int = 32
+    alpha: float = 0.6
+    beta: float = 0.1
+    kv: str = "cocktail"
+    offline: bool = False
+    cache_dir: Path | None = None  # None: platformdirs' user cache folder
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, flag: str, value: object, need: str) -> None:
+            if not ok:
+                raise UsageError(f"{flag} is {value}; it must be {need}.")
+
+        check(self.device in DEVICES, "--device", self.device, "one of " + ", ".join(DEVICES))
+        check(self.dtype in DTYPES, "--dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        check(self.kv in KV_POLICIES, "--kv", self.kv, "one of " + ", ".join(KV_POLICIES))
+        check(self.max_tokens >= 1, "--max-tokens", self.max_tokens, "at least 1")
+        check(self.temperature >= 0, "--temperature", self.temperature, "0 or more")
+        check(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
+        check(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
+        check(8 <= self.chunk_size <= 256, "--chunk-size", self.chunk_size, "from 8 to 256 tokens")
+        check(0 <= self.alpha <= 1, "--alpha", self.alpha, "from 0 to 1")
+        check(0 <= self.beta <= 1, "--beta", self.beta, "from 0 to 1")
+        if self.alpha + self.beta > 1:
+            raise UsageError(
+                f"--alpha {self.alpha} and --beta {self.beta} cross: T_low would lie above T_high.",
+                "Choose them so that alpha + beta is at most 1.",
+            )
+        check(all(self.stop), "--stop", "empty", "a non-empty string")

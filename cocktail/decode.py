@@ -1,0 +1,90 @@
+"""Plain decoding: one token, one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cocktail.kv_cache import MixedKVCache
+from cocktail.prefill import extend
+from cocktail.sampling import Sampler
+from cocktail.text_stream import Detokenizer, ReasoningSplitter, StopMatcher
+
+
+@dataclass
+class Generation:
+    """What was generated. `finish_reason` is "stop", "length" or "interrupted"."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str = "length"
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    cache: MixedKVCache,
+    logits: torch.Tensor,
+    *,
+    sampler: Sampler,
+    eos_token_ids: Collection[int],
+    stop: Sequence[str] = (),
+    max_tokens: int,
+    in_reasoning: bool = False,
+    on_text: Callable[[str], None] = lambda piece: None,
+    on_reasoning: Callable[[str], None] = lambda piece: None,
+    on_token: Callable[[], None] = lambda: None,
+) -> Generation:
+    """Generates from the logits of the last prompt position until EOS, a stop string or `max_tokens`.
+
+    An interrupt (Ctrl-C) ends the generation and keeps what there is. An EOS id is counted among the
+    tokens but has no text; a stop string is not part of the text.
+
+    Args:
+        logits: [vocab_size].
+        max_tokens: tokens to generate at most; the cache's tail must have that many free slots.
+        in_reasoning: True if the prompt opened a reasoning block.
+        on_text: receives answer text as it comes, whole characters only.
+        on_reasoning: receives text between reasoning marks.
+        on_token: called after every token.
+    """
+    result = Generation()
+    detokenizer, matcher = Detokenizer(tokenizer), StopMatcher(stop)
+
+    def answer(piece: str) -> None:
+        piece = piece if result.text else piece.lstrip()
+        if piece:
+            result.text += piece
+            on_text(piece)
+
+    def reason(piece: str) -> None:
+        result.reasoning += piece
+        on_reasoning(piece)
+
+    splitter = ReasoningSplitter(answer, reason, inside=in_reasoning)
+    try:
+        while True:
+            token_id = sampler.draw(logits, cache.get_seq_length())
+            result.token_ids.append(token_id)
+            on_token()
+            if token_id in eos_token_ids:
+                result.finish_reason = "stop"
+                break
+            splitter.feed(matcher.feed(detokenizer.feed(token_id)))
+            if matcher.stopped:
+                result.finish_reason = "stop"
+                break
+            if len(result.token_ids) == max_tokens:
+                break
+            logits = extend(model, cache, torch.tensor([token_id], device=cache.device))
+    except KeyboardInterrupt:
+        result.finish_reason = "interrupted"
+    splitter.feed(matcher.flush())
+    splitter.flush()
+    return result

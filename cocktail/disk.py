@@ -1,0 +1,45 @@
+"""Disk space: whether there is enough of it, and what to say when there is not."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cocktail.errors import ModelError
+
+
+@contextmanager
+def map_disk_errors(root: Path) -> Iterator[None]:
+    """Turns a full, read-only or forbidden disk into a ModelError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(root).free
+            raise ModelError(
+                f"The disk of {root} is full: {megabytes(free)} are free.",
+                "Free some space or choose another --cache-dir.",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise ModelError(
+                f"{root} cannot be written: {error.strerror}.", "Choose another folder with --cache-dir."
+            ) from error
+        raise
+
+
+def check_space(folder: Path, needed_bytes: int, name: str) -> None:
+    """Raises ModelError if the disk of `folder` has less than `needed_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ModelError(
+            f"{name} needs {megabytes(needed_bytes)} of disk space in {folder} and {megabytes(free)} are free.",
+            "Free some space or choose another --cache-dir.",
+        )
+
+
+def megabytes(count: int) -> str:
+    """A byte count for people: "93 MB", "15.2 GB"."""
+    return f"{count / 1e9:.1f} GB" if count >= 999_500_000 else f"{max(1, round(count / 1e6))} MB" if count else "0 MB"

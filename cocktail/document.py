@@ -1,0 +1,185 @@
+"""A document: the pages of a file, and the one text that they make."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path, PurePath
+
+from cocktail.errors import DocumentError, NoTextError
+from cocktail.page import Page, format_pages, parse_page_ranges, text_quality
+from cocktail.report import Reporter, SilentReporter
+from cocktail.sniff import binary_kind, is_pdf
+
+__all__ = ["PAGE_SEPARATOR", "Document", "Page", "parse_page_ranges", "read_document"]
+
+PAGE_SEPARATOR = "\n\n"
+SUPPORTED = "Supported are PDF, Markdown, plain text and source code."
+OCR_HINT = "This version has no OCR: run `ocrmypdf in.pdf out.pdf` first, then ask out.pdf."
+# Under this share of real text a page is reported; good pages of real files lie above 0.97.
+MIN_QUALITY = 0.9
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of a file.
+
+    Args:
+        path: As the user gave it; "-" is standard input.
+        format: "pdf", "markdown", "text" or "code".
+        sha256: Of the file's bytes, hexadecimal.
+        pages: The pages read, in the file's order; without those left out by --pages or damaged.
+        page_count: Pages in the file.
+        warnings: What was reported while it was read.
+    """
+
+    path: str
+    format: str
+    sha256: str
+    pages: tuple[Page, ...]
+    page_count: int
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """The pages' texts, joined by PAGE_SEPARATOR."""
+        return PAGE_SEPARATOR.join(page.text for page in self.pages)
+
+    @cached_property
+    def page_starts(self) -> tuple[int, ...]:
+        """The offset in `text` at which each page's text starts."""
+        lengths = (len(page.text) + len(PAGE_SEPARATOR) for page in self.pages[:-1])
+        return tuple(accumulate(lengths, initial=0))
+
+    def page_at(self, offset: int) -> int:
+        """Returns the index into `pages` of the page holding that character of `text`; a separator ends its page."""
+        return max(0, bisect_right(self.page_starts, offset) - 1)
+
+
+def read_document(
+    path: str,
+    *,
+    data: bytes | None = None,
+    pages: str | None = None,
+    password: str | None = None,
+    strict: bool = False,
+    reporter: Reporter | None = None,
+) -> Document:
+    """Returns the document at a path.
+
+    Args:
+        path: A file, or "-" for standard input.
+        data: The bytes to use instead of the file's; needed for "-".
+        pages: Page ranges such as "3-10"; None reads all.
+        password: For an encrypted PDF.
+        strict: Whether text with many unreadable characters is an error instead of a warning.
+        reporter: Told of progress and warnings.
+
+    Raises:
+        DocumentError: The file is missing, unreadable, empty, damaged or of an unsupported format.
+        NoTextError: No page read holds text.
+        EncryptedError: The password is missing or wrong.
+        UsageError: `pages` does not fit the document.
+    """
+    sink: Reporter = reporter or SilentReporter()
+    warnings: list[str] = []
+
+    def warn(message: str) -> None:
+        warnings.append(message)
+        sink.warn(message)
+
+    name = "standard input" if path == "-" else path
+    data = _read_file(path) if data is None else data
+    if not data:
+        raise DocumentError(f"{name} is empty (0 bytes).", "Give a file that holds text.")
+    if is_pdf(data, path):
+        from cocktail.pdf import read_pdf  # PDFium is loaded only where it is needed
+
+        file_format = "pdf"
+        read, page_count = read_pdf(data, name, pages=pages, password=password, reporter=sink, warn=warn)
+    else:
+        file_format, everything = _read_text(data, path, name, warn)
+        page_count = len(everything)
+        wanted = parse_page_ranges(pages, page_count) if pages is not None else range(1, page_count + 1)
+        read = [everything[number - 1] for number in wanted]
+    _check_text(read, page_count, file_format, name, warn)
+    _check_quality(read, page_count, name, strict, warn)
+    digest = hashlib.sha256(data).hexdigest()
+    return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings))
+
+
+def _read_file(path: str) -> bytes:
+    if not path.strip():
+        raise DocumentError("The document's path is empty.", "Check the shell variable that should hold it.")
+    try:
+        mode = Path(path).stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise DocumentError(f"{path} is a folder, not a file.", f"Give files, such as {PurePath(path, '*.pdf')}.")
+        if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not path.startswith(("/dev/stdin", "/dev/fd/", "/proc/"))):
+            raise DocumentError(f"{path} is a device, not a document.", SUPPORTED)
+        return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise DocumentError(f"{path} does not exist.", f"Looked in {Path.cwd()}; check the spelling.") from error
+    except PermissionError as error:
+        raise DocumentError(f"{path} may not be read: permission denied.", "Check the file's permissions.") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DocumentError(f"{path} cannot be read: {reason}.") from error
+    except MemoryError as error:
+        raise DocumentError(f"{path} is larger than the free memory.", "Split it into smaller files.") from error
+
+
+def _read_text(data: bytes, path: str, name: str, warn: Callable[[str], None]) -> tuple[str, list[Page]]:
+    """Returns the format and the pages, which form feeds part."""
+    from cocktail.text_file import decode_text, text_format  # charset-normalizer takes longer to load than to run
+
+    kind = binary_kind(data)
+    if kind is None and (decoded := decode_text(data)) is not None:
+        text, doubt = decoded
+        if doubt:
+            warn(f"{name}: {doubt}.")
+        if path.lower().endswith(".pdf"):
+            warn(f"{name} is named like a PDF but holds plain text; read as text.")
+        parts = text.split("\f")
+        if len(parts) > 1 and not parts[-1].strip():  # a form feed ends a page rather than starts one
+            parts.pop()
+        pages = [Page(i, str(i), part, text_quality(part)) for i, part in enumerate(parts, start=1)]
+        return text_format(path, text), pages
+    if path.lower().endswith(".pdf"):
+        raise DocumentError(f"{name} is not a PDF: it is {kind or 'binary data without a PDF header'}.", SUPPORTED)
+    raise DocumentError(f"{name} is {kind or 'binary data'}, which this version cannot read.", SUPPORTED)
+
+
+def _check_text(read: list[Page], page_count: int, file_format: str, name: str, warn: Callable[[str], None]) -> None:
+    empty = [page.number for page in read if not page.text.strip()]
+    if file_format != "pdf":
+        if len(empty) == len(read):
+            raise NoTextError(f"{name} holds only white space.", "Give a file that holds text.")
+        return
+    if len(empty) == len(read):
+        which = f"none of the {len(read)} pages" if len(read) > 1 else f"page {read[0].number}"
+        chosen = f" chosen (of {page_count})" if len(read) < page_count else ""
+        raise NoTextError(f"{name} has no text: {which}{chosen} holds any; blank or a scan.", OCR_HINT)
+    if empty:
+        few = "holds" if len(empty) == 1 else "hold"
+        warn(f"{name}: {format_pages(empty)} of {page_count} {few} no text (empty or scanned). {OCR_HINT}")
+
+
+def _check_quality(read: list[Page], page_count: int, name: str, strict: bool, warn: Callable[[str], None]) -> None:
+    garbled = [page for page in read if page.quality < MIN_QUALITY]
+    if not garbled:
+        return
+    worst = min(page.quality for page in garbled)
+    message = (
+        f"{name}: text of {format_pages(page.number for page in garbled)} of {page_count} is partly unreadable "
+        f"(at worst {worst:.1%} real characters, {MIN_QUALITY:.0%} needed)"
+    )
+    if strict:
+        hint = "If it is a PDF, run `ocrmypdf --force-ocr in.pdf out.pdf` first; or leave out --strict."
+        raise DocumentError(message + ".", hint)
+    warn(message + "; answers from there may be wrong.")

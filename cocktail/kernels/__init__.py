@@ -1,0 +1,1 @@
+"""Attention and quantization kernels, each with its plain-torch reference."""

@@ -1,0 +1,54 @@
+"""Attention of a few query rows over INT2 | INT4 | INT8 | unquantized segments and a tail.
+
+    s_i = scaling * q . k_i,   out = sum_i exp(s_i - m) v_i / sum_i exp(s_i - m),   m = max_i s_i
+
+over all context tokens i, in whatever order the segments hold them (Cocktail, arXiv 2503.23294,
+equations 4 and 5), and over the tail slots that the mask shows. Partial results of segments are merged by
+log-sum-exp; accumulation is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cocktail.kernels.mixed_attention_ref import mixed_attention_ref
+from cocktail.kernels.segment import Segment
+
+
+def mixed_attention(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    tail_key: torch.Tensor,
+    tail_value: torch.Tensor,
+    tail_mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention output of every query row.
+
+    Args:
+        query: [num_heads, rows, head_dim], run dtype, after RoPE; heads of one KV head are adjacent (GQA).
+        segments: the context; every row sees every token of every segment.
+        tail_key: [num_kv_heads, tail_len, head_dim], run dtype; tail_len may be 0 if there is a segment.
+        tail_value: as `tail_key`.
+        tail_mask: [rows, tail_len], bool, True where the row sees the slot; None: all see all.
+        scaling: the softmax scale, usually head_dim ** -0.5.
+
+    Returns:
+        [num_heads, rows, head_dim], the dtype of `query`.
+
+    Raises:
+        ValueError: if shapes do not belong together, or there is nothing to attend to.
+    """
+    num_heads, rows, head_dim = query.shape
+    num_kv_heads, tail_len, tail_dim = tail_key.shape
+    if num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape[:2] != tail_key.shape[:2]:
+        raise ValueError(f"query {tuple(query.shape)} does not fit tail key {tuple(tail_key.shape)}")
+    if tail_mask is not None and tail_mask.shape != (rows, tail_len):
+        raise ValueError(f"tail_mask {tuple(tail_mask.shape)} must be {(rows, tail_len)}")
+    if any(segment.num_kv_heads != num_kv_heads for segment in segments):
+        raise ValueError(f"every segment must have {num_kv_heads} KV heads")
+    if not tail_len and not any(segment.num_tokens for segment in segments):
+        raise ValueError("there is no token to attend to")
+    return mixed_attention_ref(query, segments, tail_key, tail_value, tail_mask, scaling)

@@ -1,0 +1,65 @@
+"""Plain-torch attention over mixed-precision segments and an unquantized tail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cocktail.kernels.quantize_pack_ref import dequantize_blocks
+from cocktail.kernels.segment import Segment
+
+# Tokens dequantized at a time; no longer copy ever exists.
+TILE_TOKENS = 2048
+
+
+def tiles(segment: Segment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The segment's keys and values in float32, [num_kv_heads, tokens, head_dim], a tile at a time."""
+    if segment.block_size >= TILE_TOKENS and segment.k_scale is None and segment.v_scale is None:
+        table = range(segment.num_blocks) if segment.block_table is None else segment.block_table.tolist()
+        for block in table:
+            for start in range(0, segment.block_size, TILE_TOKENS):
+                stop = start + TILE_TOKENS
+                yield segment.key[:, block, start:stop].float(), segment.value[:, block, start:stop].float()
+        return
+    step = max(1, TILE_TOKENS // segment.block_size)
+    for first in range(0, segment.num_blocks, step):
+        yield dequantize_blocks(segment, first, min(first + step, segment.num_blocks))
+
+
+def mixed_attention_ref(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    tail_key: torch.Tensor,
+    tail_value: torch.Tensor,
+    tail_mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Online softmax over every tile, merged by log-sum-exp, in float32; see `mixed_attention`."""
+    num_heads, rows, head_dim = query.shape
+    num_kv_heads = tail_key.shape[0]
+    grouped = query.float().reshape(num_kv_heads, -1, head_dim) * scaling
+    # A finite start keeps exp() free of inf - inf where a whole tile is masked.
+    peak = grouped.new_full((*grouped.shape[:2], 1), torch.finfo(torch.float32).min)
+    total = torch.zeros_like(peak)
+    output = grouped.new_zeros((*grouped.shape[:2], tail_value.shape[-1]))
+
+    def merge(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+        nonlocal peak
+        scores = grouped @ key.transpose(1, 2)
+        if mask is not None:
+            visible = mask.repeat(num_heads // num_kv_heads, 1)
+            scores = scores.masked_fill_(~visible, float("-inf"))
+        new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
+        decay = (peak - new_peak).exp_()
+        weights = scores.sub_(new_peak).exp_()
+        total.mul_(decay).add_(weights.sum(dim=-1, keepdim=True))
+        output.mul_(decay).add_(weights @ value)
+        peak = new_peak
+
+    for segment in segments:
+        for key, value in tiles(segment):
+            merge(key, value, None)
+    if tail_key.shape[1]:
+        merge(tail_key.float(), tail_value.float(), tail_mask)
+    return (output / total).to(query.dtype).reshape(num_heads, rows, -1)

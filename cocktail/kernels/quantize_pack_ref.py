@@ -1,0 +1,72 @@
+"""Plain-torch group quantization: keys per channel within a block, values per token."""
+
+from __future__ import annotations
+
+import torch
+
+from cocktail.kernels.packing import pack, unpack
+from cocktail.kernels.segment import UNQUANTIZED, Segment
+
+# Below float16's normal range, yet precise to 1 %: a constant group gets this scale instead of zero.
+SCALE_EPSILON = 2.0**-17
+HALF_MAX = torch.finfo(torch.float16).max
+
+
+def quantize_groups(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric min-max quantization of groups that lie along `dim`.
+
+    scale = max((max - min) / (2**bits - 1), epsilon), zero = min, both rounded to float16 before the
+    codes are taken: code = clamp(round((x - zero) / scale), 0, 2**bits - 1); x is about code * scale + zero.
+
+    Args:
+        x: any float tensor.
+        bits: 2, 3, 4 or 8.
+        dim: the axis that shares one scale; it has size 1 in the returned scale and zero.
+
+    Returns:
+        codes (uint8, the shape of x), scale and zero (float16).
+    """
+    x = x.float()
+    low, high = x.aminmax(dim=dim, keepdim=True)
+    levels = 2**bits - 1
+    scale = ((high - low) / levels).clamp(SCALE_EPSILON, HALF_MAX).half()
+    zero = low.clamp(-HALF_MAX, HALF_MAX).half()
+    codes = (x - zero.float()).div_(scale.float()).round_().clamp_(0, levels).to(torch.uint8)
+    return codes, scale, zero
+
+
+def quantize_pack_ref(
+    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
+) -> Segment:
+    """Gathers `blocks` of a layer's unquantized KV in that order and quantizes them; see `quantize_pack`."""
+    key, value = key.index_select(1, blocks), value.index_select(1, blocks)
+    k_scale = k_zero = v_scale = v_zero = None
+    if k_bits != UNQUANTIZED:
+        codes, k_scale, k_zero = quantize_groups(key, k_bits, dim=2)
+        key, k_scale, k_zero = pack(codes, k_bits), k_scale.squeeze(2), k_zero.squeeze(2)
+    if v_bits != UNQUANTIZED:
+        codes, v_scale, v_zero = quantize_groups(value.unflatten(-1, (-1, v_group_size)), v_bits, dim=-1)
+        value, v_scale, v_zero = pack(codes.flatten(-2), v_bits), v_scale.squeeze(-1), v_zero.squeeze(-1)
+    return Segment(k_bits, v_bits, key, value, k_scale, k_zero, v_scale, v_zero)
+
+
+def dequantize_blocks(segment: Segment, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logical blocks `first` to `last` as float32.
+
+    Returns:
+        key and value, each [num_kv_heads, (last - first) * block_size, head_dim], float32.
+    """
+    if segment.block_table is None:
+        physical: slice | torch.Tensor = slice(first, last)
+    else:
+        physical = segment.block_table[first:last].long()
+    key, value = segment.key[:, physical], segment.value[:, physical]
+    if segment.k_scale is not None and segment.k_zero is not None:
+        rows = physical if segment.scale_index is None else segment.scale_index[first:last].long()
+        scale, zero = segment.k_scale[:, rows].float(), segment.k_zero[:, rows].float()
+        key = unpack(key, segment.k_bits).float().mul_(scale.unsqueeze(2)).add_(zero.unsqueeze(2))
+    if segment.v_scale is not None and segment.v_zero is not None:
+        scale, zero = segment.v_scale[:, physical].float(), segment.v_zero[:, physical].float()
+        codes = unpack(value, segment.v_bits).float().unflatten(-1, (scale.shape[-1], -1))
+        value = codes.mul_(scale.unsqueeze(-1)).add_(zero.unsqueeze(-1)).flatten(-2)
+    return key.flatten(1, 2).float(), value.flatten(1, 2).float()

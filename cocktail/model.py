@@ -1,0 +1,252 @@
+"""Loads a decoder with transformers: configuration, tokenizer, weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from cocktail.architecture import check_supported
+from cocktail.config import Config
+from cocktail.errors import ModelError, UsageError
+from cocktail.model_folder import ModelFolder, check_files, safetensors_header, weight_files
+from cocktail.report import Reporter
+
+__all__ = [
+    "LoadedModel",
+    "check_supported",
+    "context_window",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "quiet_transformers",
+    "resolve_device_dtype",
+]
+
+# What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder ready to run. `context_window` is in tokens; any id of `eos_token_ids` ends an answer."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    folder: ModelFolder
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+    context_window: int
+
+
+def load_config(folder: ModelFolder) -> PretrainedConfig:
+    """The model's configuration; its `dtype` is filled in from the weights' headers if the file does not say it.
+
+    Raises:
+        ModelError: The configuration is missing, damaged, or of a kind that this transformers does not know.
+    """
+    try:
+        with quiet_transformers():
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _cannot_load(folder, "configuration", error) from error
+    if config.dtype is None:
+        config.dtype = _dtype_of_weights(folder.path)
+    return config
+
+
+def load_tokenizer(folder: ModelFolder) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: The tokenizer is missing or damaged, or cannot give character offsets.
+    """
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    # The tokenizers library raises plain Exception for a damaged tokenizer.json.
+    except Exception as error:
+        raise _cannot_load(folder, "tokenizer", error) from error
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"{folder.name} has no fast tokenizer, which is needed to tell where in the document a token lies.",
+            "Add a tokenizer.json to the model's folder.",
+        )
+    return tokenizer
+
+
+def load_model(
+    folder: ModelFolder, config: Config, reporter: Reporter, attn_implementation: str = "cocktail"
+) -> LoadedModel:
+    """The decoder with its weights on the device, in evaluation mode and without gradients.
+
+    Args:
+        folder: A resolved model folder.
+        config: Gives `device` and `dtype`.
+        reporter: Receives the "load" stage.
+        attn_implementation: "cocktail", or one of transformers' own.
+
+    Raises:
+        ModelError: The model is unsupported (before any weight is read), damaged or incomplete.
+        UsageError: The device is not there.
+    """
+    hf_config = load_config(folder)
+    check_supported(hf_config)
+    device, dtype = resolve_device_dtype(config, hf_config)
+    check_files(folder.path)
+    if attn_implementation == "cocktail":
+        from cocktail import attention
+
+        attention.register()
+    with reporter.stage("load"):
+        tokenizer = load_tokenizer(folder)
+        model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        folder=folder,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=_eos_token_ids(tokenizer, hf_config, model.generation_config),
+        context_window=context_window(hf_config),
+    )
+
+
+def resolve_device_dtype(config: Config, hf_config: PretrainedConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of a run: what was asked for, else CUDA if there is any and the checkpoint's dtype.
+
+    Raises:
+        UsageError: CUDA was asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise UsageError(
+            "--device is cuda and PyTorch finds no CUDA device.", "Use --device cpu; `cocktail doctor` says more."
+        )
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if config.dtype != "auto":
+        return device, _DTYPES[config.dtype]
+    stated = hf_config.dtype
+    dtype = stated if isinstance(stated, torch.dtype) and stated in _DTYPES.values() else torch.float32
+    if (
+        dtype == torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        dtype = torch.float16
+    return device, dtype
+
+
+def context_window(hf_config: PretrainedConfig) -> int:
+    """The number of positions that the model can tell apart, scaled RoPE included.
+
+    Raises:
+        ModelError: The configuration does not say.
+    """
+    positions: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if not positions:
+        raise ModelError(f"The configuration of this {hf_config.model_type} model states no max_position_embeddings.")
+    rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or {}
+    factor = rope.get("factor") or 1.0
+    if rope.get("rope_type") == "dynamic":
+        # Dynamic NTK reads max_position_embeddings as the length before scaling.
+        return int(positions * factor)
+    if rope.get("rope_type") == "yarn":
+        return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
+    return positions
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' log lines and progress bars off the terminal; errors are raised, not logged."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _load_weights(
+    folder: ModelFolder, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, attn_implementation: str
+) -> PreTrainedModel:
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder.path,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    # safetensors raises its own class, derived from Exception, for a file that is cut while we read it.
+    except Exception as error:
+        raise _cannot_load(folder, "weights", error) from error
+    model, report = loaded
+    if lost := sorted(report["missing_keys"]):
+        # transformers fills them with random numbers.
+        raise ModelError(
+            f"{folder.name} lacks {len(lost)} of its weights, {lost[0]} for one.",
+            "Download or convert the model again.",
+        )
+    ready: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return ready
+
+
+def _eos_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (generation, hf_config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    template = tokenizer.chat_template or ""
+    # A template may come by name; the turn ends are the same in all of them.
+    template = template if isinstance(template, str) else json.dumps(template)
+    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids.update(special[token] for token in _TURN_ENDS if token in template and token in special)
+    return frozenset(ids)
+
+
+def _dtype_of_weights(path: Path) -> torch.dtype | None:
+    for file in weight_files(path):
+        if file.suffix == ".safetensors":
+            for name, tensor in safetensors_header(file).items():
+                if name != "__metadata__" and tensor["dtype"] in _SAFETENSORS_DTYPES:
+                    return _SAFETENSORS_DTYPES[tensor["dtype"]]
+    return None
+
+
+def _cannot_load(folder: ModelFolder, part: str, error: Exception) -> ModelError:
+    line = str(error).strip().split("\n")[0] or type(error).__name__
+    if "custom code" in str(error) or "trust_remote_code" in str(error):
+        line = "it needs code of its own, which is never run"
+    return ModelError(
+        f"The {part} of {folder.name} cannot be loaded from {folder.path}: {line}",
+        f"Check the folder's files, or choose another model; transformers here is {transformers.__version__}.",
+    )

@@ -1,0 +1,1 @@
+"""Memory budget, residency planning and weight streaming."""

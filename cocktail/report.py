@@ -1,0 +1,54 @@
+"""What the engine tells whoever runs it: stages, notes, warnings and streamed text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+StageContext = AbstractContextManager[Callable[[int], None]]
+
+
+class Reporter(Protocol):
+    """Receives progress and text from the engine; the command line draws it, tests record it."""
+
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> StageContext:
+        """Opens a stage ("fetch", "parse", "score", "load", "prefill", "decode").
+
+        The context yields `advance(n)`, called with the number of units done since the last call.
+        """
+
+    def note(self, message: str) -> None:
+        """One informational line for standard error."""
+
+    def warn(self, message: str) -> None:
+        """One warning line for standard error; also listed in the JSON's `warnings`."""
+
+    def text(self, piece: str) -> None:
+        """A piece of the answer, whole characters only."""
+
+    def reasoning(self, piece: str) -> None:
+        """A piece of the model's reasoning, which is not part of the answer."""
+
+
+class SilentReporter:
+    """Keeps warnings and drops the rest."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Callable[[int], None]]:
+        yield lambda done: None
+
+    def note(self, message: str) -> None:
+        pass
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+    def text(self, piece: str) -> None:
+        pass
+
+    def reasoning(self, piece: str) -> None:
+        pass

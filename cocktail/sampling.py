@@ -1,0 +1,64 @@
+"""Choosing the next token: greedy, or temperature, top-k and top-p with one random number per position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws tokens so that (seed, position, logits) alone decide each of them.
+
+    Because the random number belongs to the position and not to the call, any way of computing the same
+    logits, one row at a time or many at once, gives the same text.
+
+    Args:
+        temperature: 0 means greedy.
+        top_k: keep this many of the most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose probability reaches this, after top-k.
+        seed: any integer.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def probabilities(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The processed distribution, most probable token first.
+
+        Args:
+            logits: [vocab_size], any float dtype.
+
+        Returns:
+            probabilities [kept], float64, summing to 1, and their token ids [kept], int64.
+        """
+        if self.temperature == 0:
+            return torch.ones(1, dtype=torch.float64), logits.argmax().reshape(1)
+        ordered, ids = logits.double().sort(descending=True, stable=True)
+        if self.top_k:
+            ordered, ids = ordered[: self.top_k], ids[: self.top_k]
+        # Shifting by the maximum before dividing keeps tiny temperatures finite.
+        probabilities = torch.softmax((ordered - ordered[0]) / self.temperature, dim=-1)
+        if self.top_p < 1:
+            kept = int((probabilities.cumsum(-1) < self.top_p).sum()) + 1
+            probabilities, ids = probabilities[:kept], ids[:kept]
+        return probabilities / probabilities.sum(), ids
+
+    def draw(self, logits: torch.Tensor, position: int) -> int:
+        """The token at absolute position `position`, given its logits, [vocab_size]."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        probabilities, ids = self.probabilities(logits)
+        threshold = uniform(self.seed, position)
+        index = int(torch.searchsorted(probabilities.cumsum(-1), threshold, right=True))
+        return int(ids[min(index, len(ids) - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of one position of one seeded run, from a counter-based generator."""
+    bits = np.random.Philox(key=seed % 2**64, counter=position)
+    return float(np.random.Generator(bits).random())

@@ -1,0 +1,283 @@
+"""Settings of a run and where each came from: flag > COCKTAIL_* > project file > user file > default."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from cocktail.config import DTYPES, Config
+from cocktail.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROJECT_FILE = "cocktail.toml"
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PLAIN_POLICIES = ("fp16", "int8", "int4", "int2")
+DEFAULT_ORIGIN = "default"
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+_POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_SIZE = 10**15
+_MAX_FILE_BYTES = 64 * 1024
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def parse_size(text: str) -> int:
+    """Returns the number of bytes that `text` names.
+
+    Args:
+        text: `8`, `8G` or `8GB` (10^9 bytes each), `8GiB` (2^30), `8192MiB`; decimals allowed, case ignored.
+
+    Raises:
+        UsageError: `text` is not a size, or is zero, or is over 1000 TB.
+    """
+    hint = "Write it like 8GB (10^9 bytes), 7.5GB, 8GiB (2^30) or 8192MiB."
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a memory size.", hint)
+    number, prefix, binary, unit = (part.lower() for part in match.groups())
+    if binary and not prefix:
+        raise UsageError(f"{text!r} is not a memory size.", hint)
+    scale = 1 if unit and not prefix else (1024 if binary else 1000) ** _POWER[prefix or "g"]
+    size = int(Decimal(number) * scale)
+    if not 1 <= size <= _MAX_SIZE:
+        raise UsageError(f"{text!r} is {size:,} bytes; a budget lies between 1 byte and 1000 TB.", hint)
+    return size
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{value!r} is not a piece of text.")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(_text, value)) if isinstance(value, (list, tuple)) else (_text(value),)
+
+
+def _word(value: object) -> str:
+    return _text(value).lower()
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise UsageError(f"{value!r} is not a whole number.")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise UsageError(f"{value!r} is not a number.")
+
+
+def _switch(value: object) -> bool:
+    answer = value if isinstance(value, bool) else _SWITCH.get(str(value).lower())
+    if answer is None:
+        raise UsageError(f"{value!r} is neither true nor false.")
+    return answer
+
+
+def _dtype(value: object) -> str:
+    word = _word(value)
+    name = DTYPE_ALIASES.get(word, word)
+    if name not in DTYPES:
+        raise UsageError(f"{value!r} is not a dtype; it must be one of auto, bf16, fp16, fp32.")
+    return name
+
+
+def _vram(value: object) -> int | str:
+    text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value)
+    return "auto" if text.strip().lower() == "auto" else parse_size(text)
+
+
+def _path(value: object) -> Path:
+    try:
+        return (value if isinstance(value, Path) else Path(_text(value))).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{str(value)!r} names a home folder that is not known.") from error
+
+
+PARSERS: dict[str, Callable[[object], Any]] = {
+    "model": _text,
+    "vram": _vram,
+    "device": _word,
+    "dtype": _dtype,
+    "max_tokens": _integer,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _integer,
+    "seed": _integer,
+    "stop": _texts,
+    "system": _text,
+    "scorer": _text,
+    "chunk_size": _integer,
+    "alpha": _number,
+    "beta": _number,
+    "kv": _word,
+    "offline": _switch,
+    "cache_dir": _path,
+}
+# A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere nor choose
+# where files are written.
+NOT_IN_PROJECT_FILE = ("offline", "cache_dir")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its parsed value and where it came from (a flag, a variable, a file's path, or "default")."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting by key; `config()` returns the validated `Config`."""
+
+    items: dict[str, Setting]
+
+    def config(self) -> Config:
+        return Config(**_config_fields({key: setting.value for key, setting in self.items.items()}))
+
+
+def user_file() -> Path:
+    """Returns the path of the user's settings file, which need not exist."""
+    from platformdirs import user_config_path
+
+    return user_config_path("cocktail", appauthor=False) / "config.toml"
+
+
+def project_file() -> Path:
+    """Returns the path of the project's settings file, in the current folder only; it need not exist."""
+    return Path(PROJECT_FILE)
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """Returns the settings of a run, each from the source that ranks highest.
+
+    Args:
+        flags: Values given on the command line by key; None and empty lists count as not given; other keys are ignored.
+        environ: The environment, by default the process's own; an empty variable counts as not set.
+
+    Raises:
+        UsageError: A value cannot be read or is out of range, named with its source; or two exclude each other.
+    """
+    environ = os.environ if environ is None else environ
+    defaults = Config()
+    items = {key: Setting(key, _default(defaults, key), DEFAULT_ORIGIN) for key in PARSERS}
+    for path in (user_file(), project_file()):
+        for key, value in _read_file(path).items():
+            items[key] = _checked(key, value, f"{key} in {path}", str(path))
+    for key in PARSERS:
+        variable = f"COCKTAIL_{key.upper()}"
+        if environ.get(variable):
+            items[key] = _checked(key, environ[variable], variable, variable)
+    for key in PARSERS:
+        value = flags.get(key)
+        if value is not None and value != [] and value != ():
+            items[key] = _checked(key, value, flag_name(key), flag_name(key))
+    _select_rule(items)
+    return Settings(items)
+
+
+def flag_name(key: str) -> str:
+    """Returns the long option of a setting, `--max-tokens` for `max_tokens`."""
+    return "--" + key.replace("_", "-")
+
+
+def _select_rule(items: dict[str, Setting]) -> None:
+    """Sets `kv` to the paper's rule where alpha or beta was given.
+
+    Raises:
+        UsageError: alpha or beta is a flag while a policy without thresholds is chosen.
+    """
+    policy = items["kv"]
+    for key in ("alpha", "beta"):
+        given = items[key]
+        if given.origin == DEFAULT_ORIGIN:
+            continue
+        if policy.value not in PLAIN_POLICIES:
+            items["kv"] = Setting("kv", "cocktail-paper", given.origin)
+        elif given.origin == flag_name(key):
+            source = "" if policy.origin == flag_name("kv") else f" (from {policy.origin})"
+            raise UsageError(
+                f"{flag_name(key)} has no meaning with --kv {policy.value}{source}, which has no thresholds.",
+                f"Leave out {flag_name(key)}, or choose --kv cocktail-paper.",
+            )
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """Returns the known keys and values of a settings file; an absent file is empty."""
+    try:
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise UsageError(f"{path} is over {_MAX_FILE_BYTES:,} bytes, which is no settings file.")
+        values = tomllib.loads(raw.decode("utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}.", "Correct the file or move it away.") from error
+    for key in values:
+        if key not in PARSERS:
+            raise UsageError(f"{path} holds an unknown key: {key}.", "Known keys: " + ", ".join(PARSERS) + ".")
+        if path.name == PROJECT_FILE and key in NOT_IN_PROJECT_FILE:
+            raise UsageError(
+                f"{path} sets {key}, which a project file may not.",
+                f"Set it in {user_file()}, as COCKTAIL_{key.upper()} or with {flag_name(key)}.",
+            )
+    return values
+
+
+def _checked(key: str, value: object, where: str, origin: str) -> Setting:
+    """Returns the parsed setting; its error names `where`."""
+    try:
+        parsed = PARSERS[key](value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", error.hint) from None
+    try:
+        # alpha and beta are checked against each other only once both are known.
+        Config(**{"alpha": 0.0, "beta": 0.0, **_config_fields({key: parsed})})
+    except UsageError as error:
+        raise UsageError(error.message.replace(flag_name(key), where, 1), error.hint) from None
+    return Setting(key, parsed, origin)
+
+
+def _config_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns `Config` arguments for settings; `vram` is the one setting that is two fields."""
+    arguments = dict(values)
+    if "vram" in arguments:
+        vram = arguments.pop("vram")
+        arguments["vram_auto"] = vram == "auto"
+        arguments["vram_bytes"] = None if vram == "auto" else vram
+    return arguments
+
+
+def _default(defaults: Config, key: str) -> Any:
+    if key == "vram":
+        return "auto" if defaults.vram_auto else defaults.vram_bytes
+    return getattr(defaults, key)

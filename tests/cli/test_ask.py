@@ -1,0 +1,236 @@
+"""`cocktail ask`: what goes to which stream, and what reaches the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+Spawn = Callable[..., "subprocess.CompletedProcess[bytes]"]
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+
+
+def test_the_answer_is_all_of_standard_output_and_sources_go_to_standard_error(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "why")
+    assert (result.code, result.out) == (0, "Answer to why.\n")
+    assert result.err == "[p. ii, page 2 of the file] the quoted [red]words[/red][31m\n"
+    assert "(0.90, fp16)" in cocktail("ask", "doc", "why", "-v").err
+
+
+def test_quiet_leaves_warnings_and_errors(cocktail: Run) -> None:
+    assert cocktail("ask", "doc", "why", "--quiet", "-v").err == ""
+    assert cocktail("ask", "doc", "reason", "--quiet").err == ""
+    assert cocktail("ask", "doc", "warn", "--quiet").err == "warning: 40 tokens were left out\n"
+    assert "error:" in cocktail("ask", "doc", "model", "--quiet").err
+
+
+def test_what_was_left_out_is_said_on_standard_error_and_in_json(cocktail: Run) -> None:
+    assert "warning: 40 tokens were left out\n" in cocktail("ask", "doc", "warn").err
+    result = cocktail("ask", "doc", "warn", "--json")
+    body = json.loads(result.out)
+    assert body["warnings"] == ["40 tokens were left out"]
+    assert body["usage"]["truncated_tokens"] == 40
+    assert "40 tokens" in result.err
+
+
+def test_an_answer_cut_at_max_tokens_is_said(cocktail: Run) -> None:
+    assert "warning: the answer was cut at --max-tokens 5" in cocktail("ask", "doc", "length", "-n", "5", "--quiet").err
+
+
+def test_complaint_45_reasoning_is_not_on_standard_output(cocktail: Run) -> None:
+    for flags in ((), ("--no-stream",)):
+        result = cocktail("ask", "doc", "reason", *flags)
+        assert result.out == "Answer to reason.\n"
+        assert result.err.startswith("let me think\n")
+    assert "think" not in cocktail("ask", "doc", "reason", "--json").out
+
+
+def test_what_a_library_prints_is_not_on_standard_output(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "print")
+    assert result.out == "Answer to print.\n"
+    assert "chatter" in result.err
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-stream",)])
+@pytest.mark.parametrize(
+    ("question", "text"),
+    [
+        ("newlines", "one\n\ntwo\n"),
+        ("canned", "Not in the document.\n"),
+        ("wide", "word " * 100 + "\n"),
+        ("unicode", "na\u00efve \u4f60\u597d \U0001f469\u200d\U0001f469\u200d\U0001f467\n"),
+        ("escape", "[31mred[0m\x07\x9b2J\u202e[bold]not markup[/bold]\n"),
+    ],
+)
+def test_an_answer_ends_with_one_newline_and_is_not_wrapped(
+    cocktail: Run, question: str, text: str, flags: tuple[str, ...]
+) -> None:
+    out = cocktail("ask", "doc", question, *flags).out
+    # Without streaming the engine's own text is written, which has no space at its end.
+    assert out == (text.rstrip() + "\n" if flags else text)
+
+
+def test_text_is_flushed_as_it_comes() -> None:
+    command = [sys.executable, str(FAKE_ENGINE), "ask", "doc", "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 100).startswith(b"Answer")
+        process.kill()
+
+
+def test_json_is_the_contract_on_one_line(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "escape", "--json")
+    assert result.err == ""
+    assert result.out.count("\n") == 1
+    assert not any(character in result.out for character in "\x1b\x9b\u202e")
+    body = json.loads(result.out)
+    assert list(body) == [
+        *("schema_version", "ok", "id", "document", "question", "answer", "answered", "finish_reason", "citations"),
+        *("usage", "kv", "plan", "speculation", "timings", "cache", "model", "versions", "warnings", "error"),
+    ]
+    assert "\x1b[31mred" in body["answer"]
+    assert (body["ok"], body["error"], body["id"]) == (True, None, None)
+
+
+def test_several_questions_share_a_run_and_keep_their_order(cocktail: Run, engine: ModuleType) -> None:
+    Path("more.txt").write_bytes("\ufeffthird\n\n  fourth  \r\n".encode())
+    arguments = ("ask", "doc", "first", "-q", "second", "--questions", "more.txt")
+    result = cocktail(*arguments)
+    assert result.out == "Answer to first.\n\nAnswer to second.\n\nAnswer to third.\n\nAnswer to fourth.\n"
+    lines = cocktail(*arguments, "--json").out.splitlines()
+    assert [json.loads(line)["question"] for line in lines] == ["first", "second", "third", "fourth"]
+    assert len(engine.SEEN) == 2
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"\n \n", "no question"), (b"\xff", "UTF-8")])
+def test_a_questions_file_that_holds_none_is_refused(cocktail: Run, content: bytes, words: str) -> None:
+    Path("more.txt").write_bytes(content)
+    result = cocktail("ask", "doc", "--questions", "more.txt")
+    assert result.code == 2
+    assert words in result.err
+
+
+def test_complaint_54_a_piped_document_is_read_beside_a_question(spawn: Spawn) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FAKE_ENGINE), "ask", "-", "why", "--json"],
+        input=b"\x00piped\xff",
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout)["document"]["tokens"] == 7
+    done = subprocess.run(
+        [sys.executable, str(FAKE_ENGINE), "ask", "doc", "--questions", "-"],
+        input=b"one\ntwo\n",
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == b"Answer to one.\n\nAnswer to two.\n"
+
+
+def test_complaint_55_an_open_pipe_on_standard_input_is_not_waited_for(spawn: Spawn) -> None:
+    reader, writer = os.pipe()
+    try:
+        done = spawn("ask", "doc", "why", stdin=reader)
+        assert (done.returncode, done.stdout) == (0, b"Answer to why.\n")
+        assert spawn("ask", "doc", stdin=reader).returncode == 2
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_flags_variables_and_files_reach_the_engine(
+    cocktail: Run, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COCKTAIL_VRAM", "4GB")
+    monkeypatch.setenv("COCKTAIL_SEED", "3")
+    monkeypatch.setenv("COCKTAIL_PASSWORD", "secret")
+    Path("cocktail.toml").write_text('system = "Be brief."\nseed = 2\n')
+    flags = "--pages 2-3 --strict -m folder --vram 8GiB --device cpu --dtype bf16 --cache-dir c --offline -n 7"
+    flags += " --temperature 0.5 --top-p 0.9 --top-k 4 --stop A --stop B --scorer bm25 --chunk-size 64 --kv int4"
+    assert cocktail("ask", "doc", "why", *flags.split()).code == 0
+    request, config = engine.SEEN[-1]
+    assert (request.document, request.questions, request.data) == ("doc", ("why",), None)
+    assert (request.pages, request.password, request.strict) == ("2-3", "secret", True)
+    assert (config.model, config.vram_bytes, config.device, config.dtype) == ("folder", 2**33, "cpu", "bfloat16")
+    assert (config.cache_dir, config.offline, config.max_tokens) == (Path("c"), True, 7)
+    assert (config.temperature, config.top_p, config.top_k, config.seed) == (0.5, 0.9, 4, 3)
+    assert (config.stop, config.system, config.kv) == (("A", "B"), "Be brief.", "int4")
+    assert (config.scorer, config.chunk_size) == ("bm25", 64)
+
+
+def test_options_may_stand_anywhere_and_a_question_may_start_with_a_dash(cocktail: Run, engine: ModuleType) -> None:
+    assert cocktail("ask", "--top-k", "3", "doc", "--quiet", "why").code == 0
+    assert cocktail("ask", "doc", "--", "-5 degrees?").out == "Answer to -5 degrees?.\n"
+    assert cocktail("ask", "doc", "budget", "--", "--json").code == 2
+
+
+def test_stats_name_bytes_chunks_bits_and_times(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "why", "--stats")
+    assert result.out == "Answer to why.\n"
+    for words in ("1 fp16, 2 int4, 5 int2", "2.00 kB, 25% of 8.00 kB", "4.00", "1.500 s", "1.00 GB estimated"):
+        assert words in result.err
+    assert "why_off" not in result.err
+
+
+def test_output_goes_to_a_file_only(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "unicode", "-o", "answer.txt")
+    assert (result.code, result.out) == (0, "")
+    assert Path("answer.txt").read_text("utf-8").startswith("na\u00efve")
+    assert cocktail("ask", "doc", "why", "--json", "-o", "answer.txt").out == ""
+    assert json.loads(Path("answer.txt").read_text())["answer"] == "Answer to why."
+    assert cocktail("ask", "doc", "why", "-o", "-").out == "Answer to why.\n"
+    assert os.listdir() == ["answer.txt"]
+
+
+@pytest.mark.parametrize("question", ["late", "interrupt", "ctrl-c", "crash"])
+def test_a_run_that_fails_keeps_the_old_file(cocktail: Run, question: str) -> None:
+    Path("answer.txt").write_text("old")
+    assert cocktail("ask", "doc", "first", "-q", question, "-o", "answer.txt").code != 0
+    assert Path("answer.txt").read_text() == "old"
+    assert os.listdir() == ["answer.txt"]
+
+
+def test_a_replaced_file_keeps_its_permissions_and_links(cocktail: Run) -> None:
+    Path("real.txt").write_text("old")
+    Path("real.txt").chmod(0o640)
+    Path("link.txt").symlink_to("real.txt")
+    assert cocktail("ask", "doc", "why", "-o", "link.txt").code == 0
+    assert Path("link.txt").is_symlink()
+    assert Path("real.txt").read_text() == "Answer to why.\n"
+    assert stat.S_IMODE(Path("real.txt").stat().st_mode) == 0o640
+    old = os.umask(0o022)
+    try:
+        cocktail("ask", "doc", "why", "-o", "new.txt")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(Path("new.txt").stat().st_mode) == 0o644
+
+
+def test_a_device_can_be_the_output(spawn: Spawn) -> None:
+    assert spawn("ask", "doc", "why", "-o", "/dev/stdout").stdout == b"Answer to why.\n"
+    assert spawn("ask", "doc", "why", "-o", "/dev/null").returncode == 0
+
+
+def test_a_failure_after_the_first_words_ends_their_line(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "late")
+    assert (result.code, result.out) == (7, "Answer to late.\n")
+    assert result.err == "error: a weight file is damaged.\n"
+
+
+def test_an_interrupted_answer_is_marked(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "interrupt", "-q", "second")
+    assert (result.code, result.out) == (130, "Answer to interrupt.\n")
+    assert "incomplete" in result.err
+    result = cocktail("ask", "doc", "interrupt", "--json")
+    assert (result.code, json.loads(result.out)["finish_reason"]) == (130, "interrupted")

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cocktail.config import Config
+from cocktail.errors import UsageError
+from cocktail.settings import PARSERS, parse_size, resolve, user_file
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8", 8 * 10**9),
+        ("8G", 8 * 10**9),
+        ("8GB", 8 * 10**9),
+        ("8gb", 8 * 10**9),
+        (" 8 GB ", 8 * 10**9),
+        ("8GiB", 8 * 2**30),
+        ("8gi", 8 * 2**30),
+        ("8192MiB", 8 * 2**30),
+        ("7.5GB", 7_500_000_000),
+        (".5", 500_000_000),
+        ("0.1GiB", 107_374_182),
+        ("1t", 10**12),
+        ("600kB", 600_000),
+        ("8000000000B", 8 * 10**9),
+    ],
+)
+def test_parse_size_reads_decimal_and_binary_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "lots", "0", "0GB", "-8GB", "8XB", "8iB", "8 8", "1e3", "nan", "inf", "7,5GB", "8GBs", "\u0668", "9" * 40],
+)
+def test_parse_size_refuses_what_is_no_budget(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_size(text)
+    assert "8GiB" in str(caught.value.hint)
+
+
+def test_settings_cover_every_field_of_the_configuration() -> None:
+    assert {field.name for field in fields(Config)} - {"vram_bytes", "vram_auto"} == set(PARSERS) - {"vram"}
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    assert resolve({}, {}).config() == Config()
+
+
+def test_flag_beats_variable_beats_project_file_beats_user_file_beats_default() -> None:
+    user_file().parent.mkdir(parents=True)
+    user_file().write_text('seed = 1\ntop_k = 1\ntop_p = 0.1\nmodel = "user"\n')
+    Path("cocktail.toml").write_text('seed = 2\ntop_k = 2\ntop_p = 0.2\nstop = ["a", "b"]\n')
+    settings = resolve({"seed": 4, "stop": []}, {"COCKTAIL_SEED": "3", "COCKTAIL_TOP_K": "3", "COCKTAIL_KV": ""})
+    config = settings.config()
+    assert (config.seed, config.top_k, config.top_p, config.model) == (4, 3, 0.2, "user")
+    assert config.stop == ("a", "b")
+    origins = {key: settings.items[key].origin for key in ("seed", "top_k", "top_p", "model", "kv")}
+    assert origins == {
+        "seed": "--seed",
+        "top_k": "COCKTAIL_TOP_K",
+        "top_p": "cocktail.toml",
+        "model": str(user_file()),
+        "kv": "default",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"vram": "8GiB"}, {"vram_bytes": 2**33, "vram_auto": False}),
+        ({"vram": "AUTO"}, {"vram_bytes": None, "vram_auto": True}),
+        ({"dtype": "BF16"}, {"dtype": "bfloat16"}),
+        ({"dtype": "fp32"}, {"dtype": "float32"}),
+        ({"device": "CPU"}, {"device": "cpu"}),
+        ({"offline": True}, {"offline": True}),
+        ({"cache_dir": "/tmp/c"}, {"cache_dir": Path("/tmp/c")}),
+        ({"alpha": 1.0, "beta": 0.0}, {"alpha": 1.0, "beta": 0.0, "kv": "cocktail-paper"}),
+        ({"alpha": 0.5, "kv": "cocktail"}, {"kv": "cocktail-paper"}),
+        ({"kv": "int4"}, {"kv": "int4"}),
+    ],
+)
+def test_flags_become_the_configuration(flags: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = resolve(flags, {}).config()
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["true", "YES", "1", "on"])
+def test_variables_may_say_yes_in_several_ways(name: str) -> None:
+    assert resolve({}, {"COCKTAIL_OFFLINE": name}).config().offline
+
+
+@pytest.mark.parametrize("key", ["alpha", "beta"])
+@pytest.mark.parametrize("policy", ["fp16", "int8", "int4", "int2"])
+def test_thresholds_exclude_policies_without_them(key: str, policy: str) -> None:
+    with pytest.raises(UsageError, match=f"--{key} has no meaning with --kv {policy}"):
+        resolve({key: 0.2, "kv": policy}, {})
+
+
+def test_thresholds_from_a_file_do_not_forbid_another_policy() -> None:
+    Path("cocktail.toml").write_text("alpha = 0.5")
+    assert resolve({"kv": "int4"}, {}).config().kv == "int4"
+    assert resolve({}, {}).config().kv == "cocktail-paper"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("modle = 'x'", "modle"),
+        ("[section]\nmodel = 'x'", "section"),
+        ("top_p = 3", "top_p in cocktail.toml is 3"),
+        ("top_p = 'x'", "top_p in cocktail.toml: 'x'"),
+        ("top_p = nan", "top_p in cocktail.toml"),
+        ("max_tokens = true", "max_tokens in cocktail.toml"),
+        ("stop = ['']", "stop in cocktail.toml"),
+        ("vram = 'lots'", "vram in cocktail.toml"),
+        ("vram = true", "vram in cocktail.toml"),
+        ("model = 3", "model in cocktail.toml"),
+        ("model = ", "cocktail.toml is not valid TOML"),
+        ("offline = false", "offline"),
+        ("cache_dir = '/'", "cache_dir"),
+        ("password = 'x'", "password"),
+        ("seed = 1" + " " * 70_000, "cocktail.toml is over"),
+    ],
+)
+def test_a_bad_file_is_a_usage_error_that_names_file_and_key(content: str, message: str) -> None:
+    Path("cocktail.toml").write_text(content)
+    with pytest.raises(UsageError) as caught:
+        resolve({}, {})
+    assert message in caught.value.message
+    assert "cocktail.toml" in caught.value.message
+
+
+def test_a_bad_variable_is_named() -> None:
+    with pytest.raises(UsageError, match=r"COCKTAIL_MAX_TOKENS: 'many'"):
+        resolve({}, {"COCKTAIL_MAX_TOKENS": "many"})
+    with pytest.raises(UsageError, match=r"COCKTAIL_MAX_TOKENS is 0"):
+        resolve({}, {"COCKTAIL_MAX_TOKENS": "0"})
+
+
+def test_thresholds_that_cross_are_found_across_sources() -> None:
+    Path("cocktail.toml").write_text("alpha = 0.9")
+    with pytest.raises(UsageError, match="cross"):
+        resolve({"beta": 0.5}, {}).config()
+
+
+def test_a_home_folder_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert resolve({"cache_dir": "~/c"}, {}).config().cache_dir == Path("/home/me/c")

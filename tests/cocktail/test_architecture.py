@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from cocktail.architecture import FULL, SLIDING, check_supported, layer_types
+from cocktail.errors import ModelError
+
+SUPPORTED = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "granite",
+    "olmo",
+    "olmo2",
+    "smollm3",
+    "gemma",
+    "gemma3_text",
+]
+
+
+def make(model_type: str, **fields: Any) -> PretrainedConfig:
+    return CONFIG_MAPPING[model_type](**fields)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_supported(model_type: str) -> None:
+    check_supported(make(model_type))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("t5", {}, "encoder-decoder"),
+    ("bert", {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not a causal decoder"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "not a causal decoder"),
+    ("vit", {}, "no causal decoder"),
+    ("gemma3", {}, "multimodal"),
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),
+    ("deepseek_v2", {}, "latent attention"),
+    ("gemma2", {}, "attn_logit_softcapping"),
+    ("gpt_oss", {}, "sinks"),
+    ("bloom", {}, "ALiBi"),
+    ("mpt", {}, "ALiBi"),
+    ("falcon", {"alibi": True}, "ALiBi"),
+    ("gpt2", {}, "no rotary"),
+    ("llama", {"head_dim": 60}, "head size is 60; a multiple of 8"),
+    ("stablelm", {}, "_supports_attention_backend"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields", "feature"), REFUSED)
+def test_refused_by_name_and_feature(model_type: str, fields: dict[str, Any], feature: str) -> None:
+    with pytest.raises(ModelError, match=rf"Models of type {model_type} are not supported: .*{feature}") as caught:
+        check_supported(make(model_type, **fields))
+    assert "Llama" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "counts"),
+    [
+        ("qwen3_next", "36 of its 48 layers use linear attention"),
+        ("llama4_text", "36 of its 48 layers use chunked attention"),
+        ("jamba", "28 of its 32 layers use linear attention"),
+        ("mamba", "32 of its 32 layers use linear attention"),
+        ("falcon_h1", "32 of its 32 layers use attention mixed with Mamba"),
+        ("gemma3n_text", "15 of its 35 layers share the KV of other layers"),
+    ],
+)
+def test_complaint_32_hybrid_layers_are_refused_with_counts(model_type: str, counts: str) -> None:
+    with pytest.raises(ModelError, match=counts):
+        check_supported(make(model_type))
+
+
+def test_layer_types() -> None:
+    assert layer_types(make("llama", num_hidden_layers=3)) == [FULL] * 3
+    assert layer_types(make("mistral", num_hidden_layers=2, sliding_window=8)) == [SLIDING] * 2
+    assert layer_types(make("mistral", num_hidden_layers=2, sliding_window=None)) == [FULL] * 2
+    assert layer_types(make("gemma3_text")).count(SLIDING) == 22
+    assert layer_types(make("qwen2", num_hidden_layers=2)) == [FULL] * 2

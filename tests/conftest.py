@@ -1,0 +1,76 @@
+"""What every test runs under: no network, folders of its own, and the models if they are installed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+# Before any Triton import: without a card its kernels run in the interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from platformdirs import user_cache_path
+
+from cocktail.config import Config
+from cocktail.model_folder import installed
+from cocktail.registry import registry
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+# Read before any test redirects it.
+USER_CACHE = user_cache_path("cocktail")
+
+
+class NetworkForbiddenError(AssertionError):
+    """A test tried to open a network connection."""
+
+
+@pytest.fixture(autouse=True)
+def forbid_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any connection, and any look-up of a host name, fails the test."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NetworkForbiddenError(f"network access in a test: {args!r}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches and settings of the user are neither read nor written."""
+    home = tmp_path_factory.mktemp("home")
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(home / name.lower()))
+    for name in [name for name in os.environ if name.startswith("COCKTAIL_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real documents and question sets."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"the evaluation data is not at {SHARED_DATA}")
+    return SHARED_DATA
+
+
+def _installed_model(name: str) -> Path:
+    folder = installed(registry()[name], Config(cache_dir=USER_CACHE))
+    if folder is None:
+        pytest.skip(f"{name} is not installed; run: cocktail models pull {name}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The default decoder, as `cocktail models pull smollm2-135m-instruct` installs it."""
+    return _installed_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """The default encoder, as `cocktail models pull minilm` installs it."""
+    return _installed_model("minilm")
