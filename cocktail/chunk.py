@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +12,7 @@ from cocktail.document import Document
 from cocktail.errors import ModelError, UsageError
 from cocktail.report import Reporter, SilentReporter
 from cocktail.score import min_max, smooth
+from cocktail.tokens import literal_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +113,7 @@ def tokenize_document(
         )
     text = document.text
     with (reporter or SilentReporter()).stage("tokenize", total=len(text), unit="characters") as advance:
-        encoding = _literal_tokenizer(tokenizer, text)(
+        encoding = literal_tokenizer(tokenizer, text)(
             text,
             add_special_tokens=False,
             split_special_tokens=True,
@@ -130,22 +129,6 @@ def tokenize_document(
     *chunks, last = _cut(document, offsets, chunk_size)
     remainder = last if last.end > last.start else None
     return TokenizedDocument(document, token_ids, offsets, chunk_size, tuple(chunks), remainder)
-
-
-def _literal_tokenizer(tokenizer: Any, text: str) -> Any:
-    """A tokenizer for which every control token that occurs in the text counts as special.
-
-    `split_special_tokens` spells out special tokens only; "</think>" and "<tool_call>" are often not marked as such.
-    """
-    unmarked = [
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if not token.special and re.fullmatch(r"<\S+>|\[\S+\]", token.content) and token.content in text
-    ]
-    if unmarked:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.add_tokens(unmarked, special_tokens=True)
-    return tokenizer
 
 
 def _cut(document: Document, offsets: np.ndarray, chunk_size: int) -> list[Chunk]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import regex
@@ -20,6 +21,22 @@ _SENTENCE_END = regex.compile(r"\p{STerm}[\p{Pe}\p{Pf}\"']*(?=\s)|[\u3002\uff01\
 _INK = regex.compile(r"\S")
 
 
+@dataclass(frozen=True)
+class Quote:
+    """Sentences of one page that belong together.
+
+    `page` is an index into `Document.pages`, `start` and `end` are offsets into that page's text, `passage` is the
+    position in `TokenizedDocument.passages` of the most relevant chunk they touch, `support` runs from 0 to 1.
+    """
+
+    page: int
+    start: int
+    end: int
+    text: str
+    passage: int
+    support: float
+
+
 def cite(
     tokenized: TokenizedDocument,
     question: str,
@@ -28,6 +45,30 @@ def cite(
     plan: BitPlan,
     limit: int = 3,
 ) -> tuple[Citation, ...]:
+    """The quotes that support the answer best; see `best_quotes`.
+
+    Args:
+        plan: Tells at which precision the cited chunk was held.
+    """
+    document, passages = tokenized.document, tokenized.passages
+    return tuple(
+        Citation(
+            page=document.pages[quote.page].number,
+            page_label=document.pages[quote.page].label,
+            chunk=passages[quote.passage].index,
+            start=quote.start,
+            end=quote.end,
+            quote=quote.text,
+            score=round(quote.support, 4),
+            precision=plan.precision(quote.passage) if quote.passage < len(tokenized.chunks) else LABELS[FULL],
+        )
+        for quote in best_quotes(tokenized, question, answer, scores, limit)
+    )
+
+
+def best_quotes(
+    tokenized: TokenizedDocument, question: str, answer: str, scores: np.ndarray, limit: int
+) -> list[Quote]:
     """The quotes that support the answer best, best first, none touching another.
 
     A quote's support is the mean of two scores from 0 to 1: BM25 of question and answer together, and the best
@@ -39,12 +80,11 @@ def cite(
         question: The question.
         answer: The answer; may be empty.
         scores: [num_chunks], the question's scores.
-        plan: Tells at which precision the cited chunk was held.
-        limit: The largest number of citations.
+        limit: The largest number of quotes.
     """
     document, passages = tokenized.document, tokenized.passages
     if not passages:
-        return ()
+        return []
     char_starts = np.array([passage.char_start for passage in passages])
     char_ends = np.array([passage.char_end for passage in passages])
     # The remainder has no score of its own.
@@ -72,19 +112,7 @@ def cite(
             break
         if not any(_touch(spans[i], spans[j]) for j in chosen):
             chosen.append(i)
-    return tuple(
-        Citation(
-            page=document.pages[spans[i][0]].number,
-            page_label=document.pages[spans[i][0]].label,
-            chunk=passages[held[i]].index,
-            start=spans[i][1],
-            end=spans[i][2],
-            quote=texts[i],
-            score=round(float(support[i]), 4),
-            precision=plan.precision(held[i]) if held[i] < len(tokenized.chunks) else LABELS[FULL],
-        )
-        for i in chosen
-    )
+    return [Quote(*spans[i], texts[i], held[i], float(support[i])) for i in chosen]
 
 
 def _touch(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:

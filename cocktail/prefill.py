@@ -120,9 +120,7 @@ def extend(
 
 
 @contextmanager
-def layer_major(
-    model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None]
-) -> Iterator[None]:
+def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None]) -> Iterator[None]:
     """Wraps every decoder layer so that one forward pass hands each layer to `run_layer`.
 
     `run_layer(index, run)` calls `run(start, stop)` for every span of token rows in the order it wants; the
@@ -149,7 +147,7 @@ def layer_major(
 
     try:
         for index, (layer, forward) in enumerate(zip(layers, originals, strict=True)):
-            layer.forward = wrap(index, forward)  # type: ignore[method-assign]
+            layer.forward = wrap(index, forward)
         yield
     finally:
         for layer in layers:

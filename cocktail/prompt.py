@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cocktail.errors import ModelError
+from cocktail.tokens import literal_tokenizer
 
 NOT_FOUND = "Not in the document."
 INTRODUCTION = "Here is a document:\n\n"
+RESTATED = "\n\nThese passages of the document are closest to the question:\n\n"
 INSTRUCTION = (
-    "\n\nAnswer the question using only the document above. Be brief. "
+    "\n\nAnswer the question using only the document. Be brief. "
     f'If the document does not contain the answer, reply exactly: "{NOT_FOUND}"'
 )
 # Private-use characters mark the places to fill; a template passes them through.
-_DOCUMENT, _SYSTEM, _QUESTION = "\ue000", "\ue001", "\ue002"
-_FIELDS = (_SYSTEM, _QUESTION)
+_DOCUMENT, _PASSAGES, _SYSTEM, _QUESTION = "\ue000", "\ue001", "\ue002", "\ue003"
+_FIELDS = (_PASSAGES, _SYSTEM, _QUESTION)
+_TEMPLATE_HINT = "Choose an instruction-tuned text model, or remove the template from the model's folder."
+
+# How a first sentence refuses, in lower case. "the document" must end a phrase: "not in the document store" does not.
+_THE_DOCUMENT = r"(?:the|this)\ (?:provided\ |given\ )?(?:document|text|passage)"
+_IN_IT = rf"(?:in|by)\ {_THE_DOCUMENT}(?![\w'-]|\ \w)"
+_REFUSAL = re.compile(
+    rf"""(?:(?:i'm\ )?sorry,\ (?:but\ )?|unfortunately,\ |answer:\ )?(?:
+      (?:[^.!?,;:]*\b(?:is|are|was|were)(?:n't|\ not)|not)\ (?:[a-z]+ly\ )?
+        (?:(?:mentioned|stated|specified|given|provided|found|described|answered|included)\ )?{_IN_IT}
+    | {_THE_DOCUMENT}\ (?:does\ not|doesn't|did\ not)\ (?:[a-z]+ly\ )?
+        (?:(?:mention|state|specify|say|tell|answer|discuss|address|indicate|describe)\b
+        | (?:contain|provide|give|include|have)\ (?:(?:the|an|any|enough|specific|this|that)\ )*
+          (?:answer|information|details?)\b)
+    | there\ (?:is|are|was|were)\ no\ (?:information|mention|answer|details?)\b[^.!?]*\b{_IN_IT}
+    | i\ (?:cannot|can't|could\ not|couldn't|do\ not|don't)\ (?:find|see)\b[^.!?]*\b{_IN_IT}
+    )""",
+    re.VERBOSE,
+)
+_CONTRAST = re.compile(r"\b(?:but|however|although|though|instead)\b")
+_AROUND = " .\"'`*_\u201c\u201d"
 
 
 @dataclass(frozen=True)
@@ -25,7 +48,7 @@ class Prompt:
 
     Args:
         prefix_ids: tokens before the document: the same for every document and question.
-        parts: rendered text after the document; field marks stand where system text and question go.
+        parts: rendered text after the document; field marks stand where passages, system text and question go.
         opens_reasoning: True if the template already opened a reasoning block for the answer.
     """
 
@@ -33,23 +56,33 @@ class Prompt:
     parts: tuple[str, ...]
     opens_reasoning: bool
 
-    def suffix_ids(self, tokenizer: Any, question: str, system: str | None) -> list[int]:
-        """Tokens after the document. Text of the user is never parsed for special tokens."""
+    def suffix_ids(self, tokenizer: Any, question: str, system: str | None, passages: Sequence[str] = ()) -> list[int]:
+        """Tokens after the document. Text of the user and the document is never parsed for special tokens.
+
+        Args:
+            tokenizer: the tokenizer that the prompt was built with.
+            question: the question.
+            system: the user's own instructions; None or empty for none.
+            passages: passages of the document to repeat before the question.
+        """
+        filled = {
+            _PASSAGES: RESTATED + "\n\n".join(passages) if passages else "",
+            _SYSTEM: f"\n\n{system}" if system else "",
+            _QUESTION: f" {question}",
+        }
         ids: list[int] = []
         for part in self.parts:
-            if part == _SYSTEM:
-                ids += encode(tokenizer, f"\n\n{system}" if system else "", special=False)
-            elif part == _QUESTION:
-                ids += encode(tokenizer, question, special=False)
-            else:
-                ids += encode(tokenizer, part, special=True)
+            ids += encode(tokenizer, filled.get(part, part), special=part not in filled)
         return ids
 
 
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    """Ids of `text` without added tokens; `special` decides whether names of special tokens are parsed."""
-    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=not special, verbose=False)
-    return list(encoded["input_ids"]) if text else []
+    """Ids of `text`, nothing put around it; `special` decides whether names of control tokens become those tokens."""
+    if not text:
+        return []
+    if not special:
+        tokenizer = literal_tokenizer(tokenizer, text)
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=not special, verbose=False)["input_ids"])
 
 
 def build_prompt(tokenizer: Any) -> Prompt:
@@ -62,7 +95,7 @@ def build_prompt(tokenizer: Any) -> Prompt:
     Raises:
         ModelError: if the template drops or repeats what it is given.
     """
-    content = f"{INTRODUCTION}{_DOCUMENT}{INSTRUCTION}{_SYSTEM}\n\nQuestion: {_QUESTION}"
+    content = f"{INTRODUCTION}{_DOCUMENT}{_PASSAGES}{INSTRUCTION}{_SYSTEM}\n\nQuestion:{_QUESTION}"
     if tokenizer.chat_template:
         rendered = _render(tokenizer, content)
         prefix_ids: list[int] = []
@@ -70,10 +103,7 @@ def build_prompt(tokenizer: Any) -> Prompt:
         rendered = f"{content}\nAnswer:"
         prefix_ids = beginning_ids(tokenizer)
     if any(rendered.count(mark) != 1 for mark in (_DOCUMENT, *_FIELDS)):
-        raise ModelError(
-            "The model's chat template does not pass the user's text through.",
-            "Choose an instruction-tuned text model, or remove the template from the model's folder.",
-        )
+        raise ModelError("The model's chat template does not pass the user's text through.", _TEMPLATE_HINT)
     prefix, rest = rendered.split(_DOCUMENT)
     parts: list[str] = [rest]
     for mark in _FIELDS:
@@ -91,7 +121,7 @@ def _render(tokenizer: Any, content: str) -> str:
             enable_thinking=False,
         )
     except Exception as error:  # a template is a program of the model's author and may raise anything
-        raise ModelError(f"The model's chat template fails: {error}") from error
+        raise ModelError(f"The model's chat template fails: {error}", _TEMPLATE_HINT) from error
     return rendered
 
 
@@ -107,7 +137,12 @@ def _split_at(text: str, mark: str) -> Sequence[str]:
 
 
 def is_answered(answer: str) -> bool:
-    """False if the answer says that the document does not hold it."""
-    said = answer.strip().strip("\"'`*.").casefold()
-    refusal = NOT_FOUND.strip(".").casefold()
-    return bool(said) and not said.startswith(refusal)
+    """False if the answer is empty or says that the document does not hold it.
+
+    Small models reword the reply they were told to give, so a first sentence that refuses counts too: "The document
+    does not mention the price.", "The price is not stated in the document.". An answer that only holds such words
+    counts as an answer, and so does a refusal that goes on with "but", since what follows deserves its citations.
+    """
+    said = " ".join(answer.replace("\u2019", "'").casefold().split()).strip(_AROUND)
+    refusal = _REFUSAL.match(said)
+    return bool(said) and (refusal is None or _CONTRAST.search(said, refusal.end()) is not None)

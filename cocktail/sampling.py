@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from cocktail.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -34,28 +37,52 @@ class Sampler:
             logits: [vocab_size], any float dtype.
 
         Returns:
-            probabilities [kept], float64, summing to 1, and their token ids [kept], int64.
+            probabilities [kept], float64, all above 0 and summing to 1, and their token ids [kept], int64.
+
+        Raises:
+            ModelError: if a logit is NaN or +inf, or all are -inf.
         """
         if self.temperature == 0:
-            return torch.ones(1, dtype=torch.float64), logits.argmax().reshape(1)
+            return torch.ones(1, dtype=torch.float64), torch.tensor([greedy(logits)])
         ordered, ids = logits.double().sort(descending=True, stable=True)
+        _check(float(ordered[0]))  # NaN sorts first
         if self.top_k:
             ordered, ids = ordered[: self.top_k], ids[: self.top_k]
         # Shifting by the maximum before dividing keeps tiny temperatures finite.
         probabilities = torch.softmax((ordered - ordered[0]) / self.temperature, dim=-1)
+        kept = int(probabilities.count_nonzero())
         if self.top_p < 1:
-            kept = int((probabilities.cumsum(-1) < self.top_p).sum()) + 1
-            probabilities, ids = probabilities[:kept], ids[:kept]
+            kept = min(kept, int((probabilities.cumsum(-1) < self.top_p).sum()) + 1)
+        probabilities, ids = probabilities[:kept], ids[:kept]
         return probabilities / probabilities.sum(), ids
 
     def draw(self, logits: torch.Tensor, position: int) -> int:
-        """The token at absolute position `position`, given its logits, [vocab_size]."""
+        """The token at absolute position `position`, given its logits, [vocab_size].
+
+        Raises:
+            ModelError: as `probabilities`.
+        """
         if self.temperature == 0:
-            return int(logits.argmax())
+            return greedy(logits)
         probabilities, ids = self.probabilities(logits)
         threshold = uniform(self.seed, position)
         index = int(torch.searchsorted(probabilities.cumsum(-1), threshold, right=True))
         return int(ids[min(index, len(ids) - 1)])
+
+
+def greedy(logits: torch.Tensor) -> int:
+    """The most probable token, the first of equal ones; raises as `Sampler.probabilities` does."""
+    highest, token_id = logits.max(dim=-1)
+    _check(float(highest))  # NaN if any logit is
+    return int(token_id)
+
+
+def _check(highest: float) -> None:
+    if not math.isfinite(highest):
+        raise ModelError(
+            f"The model's highest logit is {highest}; it must be a finite number.",
+            "Try --dtype float32; if that fails too, the model's weights are damaged.",
+        )
 
 
 def uniform(seed: int, position: int) -> float:

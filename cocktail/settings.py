@@ -132,6 +132,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "system": _text,
     "scorer": _text,
     "chunk_size": _integer,
+    "restate": _integer,
     "alpha": _number,
     "beta": _number,
     "kv": _word,

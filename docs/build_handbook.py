@@ -18,11 +18,11 @@ HANDBOOK = DOCS.parent / "examples" / "handbook.pdf"
 INK = (34, 40, 49)
 ACCENT = (142, 36, 62)
 STYLES = {
-    "h1": TextStyle(font_family="Helvetica", font_style="B", font_size_pt=17, color=ACCENT, t_margin=0, b_margin=0.4),
-    "h2": TextStyle(font_family="Helvetica", font_style="B", font_size_pt=11.5, color=ACCENT, t_margin=3, b_margin=0.5),
+    "h1": TextStyle(font_family="Helvetica", font_style="B", font_size_pt=19, color=ACCENT, t_margin=0, b_margin=0.4),
+    "h2": TextStyle(font_family="Helvetica", font_style="B", font_size_pt=13.5, color=ACCENT, t_margin=3, b_margin=0.5),
     "ul": TextStyle(t_margin=0, b_margin=0),
     "li": TextStyle(l_margin=4, t_margin=0.8),
-    "pre": TextStyle(font_family="Courier", font_size_pt=8.5, t_margin=1, b_margin=1),
+    "pre": TextStyle(font_family="Courier", font_size_pt=10, t_margin=1, b_margin=1),
     "code": FontFace(family="Courier"),
 }
 
@@ -48,16 +48,19 @@ class Handbook(FPDF):
         self.set_lang("en")
         self.set_text_color(*INK)
 
-    def footer(self) -> None:
+    def header(self) -> None:
+        # At the foot of the page but first in its text: a text that ends in a page number invites a language model
+        # to go on counting.
         self.set_y(-13)
         self.set_font("Helvetica", size=8.5)
         self.cell(0, 5, self.pages[self.page].get_label(), align="C")
+        self.set_xy(self.l_margin, self.t_margin)
 
 
 def read_chapters(folder: Path) -> list[Chapter]:
     """The chapters of `folder` in file-name order."""
     markdown = MarkdownIt()
-    spacing = 'line-height="1.3"'
+    spacing = 'line-height="1.35"'
     chapters = []
     for path in sorted(folder.glob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -85,7 +88,7 @@ def draw(chapters: list[Chapter], starts: list[int]) -> tuple[bytes, list[int]]:
     pdf.cell(0, 8, f"For version {__version__}", align="C")
 
     pdf.add_page()
-    pdf.set_font("Helvetica", "B", 17)
+    pdf.set_font("Helvetica", "B", 19)
     pdf.set_text_color(*ACCENT)
     pdf.cell(0, 12, "Contents", new_x="LMARGIN", new_y="NEXT")
     pdf.set_text_color(*INK)
@@ -103,7 +106,7 @@ def draw(chapters: list[Chapter], starts: list[int]) -> tuple[bytes, list[int]]:
         else:
             pdf.add_page(label_style="D", label_start=1)
         found.append(pdf.page)
-        pdf.set_font("Helvetica", size=10)
+        pdf.set_font("Helvetica", size=12)
         pdf.write_html(chapter.html, tag_styles=STYLES)
     return bytes(pdf.output()), found
 

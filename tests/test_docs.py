@@ -94,7 +94,7 @@ def test_links_between_documents_resolve(page: Path) -> None:
 
 
 def test_handbook_explains_every_exit_code() -> None:
-    text = (DOCS / "handbook" / "14-exit-codes.md").read_text(encoding="utf-8")
+    text = (DOCS / "handbook" / "15-exit-codes.md").read_text(encoding="utf-8")
     explained = {int(code): meaning for code, meaning in re.findall(r"^- Exit code (\d+) means that (.*)", text, re.M)}
     for error in CocktailError.__subclasses__():
         assert error.exit_code in explained

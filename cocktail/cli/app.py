@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Annotated, TextIO
 
@@ -138,17 +139,16 @@ def _fail(error: CocktailError, code: str, exit_code: int, arguments: Sequence[s
     color = next((after for before, after in pairwise(options) if before == "--color"), "auto")
     color = next((option.partition("=")[2] for option in options if option.startswith("--color=")), color)
     red, plain = ("\x1b[31m", "\x1b[0m") if use_color(sys.stderr, color) else ("", "")
-    try:
+    # Where nobody reads any more, the exit code still tells.
+    with suppress(OSError):
         if "--debug" in options:
             traceback.print_exc()
         sys.stderr.write(f"{red}error:{plain} {one_line(error.message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {one_line(error.hint)}\n")
+    with suppress(OSError):
         if "--json" in options:
             Output().write(json_line(error_json(code, error.message, error.hint)) + "\n")
-    except OSError:
-        # Nobody reads; the exit code still tells.
-        pass
     return exit_code
 
 

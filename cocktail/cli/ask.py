@@ -67,6 +67,7 @@ def ask(
     kv: options.Kv = None,
     scorer: options.Scorer = None,
     chunk_size: options.ChunkSize = None,
+    restate: options.Restate = None,
     alpha: options.Alpha = None,
     beta: options.Beta = None,
     output: Annotated[

@@ -53,8 +53,9 @@ def examine(config: Config) -> dict[str, Any]:
     for package in (*_NEEDED, *_OPTIONAL):
         versions[package] = _version(package)
     problems += [f"{package} is not installed" for package in _NEEDED if versions[package] is None]
-    absent = [package for package in _OPTIONAL if versions[package] is None]
-    notes += [f"{package} is not installed: {_OPTIONAL[package]}" for package in absent]
+    for package, meaning in _OPTIONAL.items():
+        if versions[package] is None:
+            notes.append(f"{package} is not installed: {meaning}")
     wsl = _is_wsl()
     devices = _devices(problems)
     has_cuda = any(device["kind"] == "cuda" for device in devices)

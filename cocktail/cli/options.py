@@ -196,6 +196,15 @@ Scorer = Annotated[
         rich_help_panel=_KV,
     ),
 ]
+Restate = Annotated[
+    int | None,
+    typer.Option(
+        "--restate",
+        metavar="N",
+        help=f"Passages repeated between document and question; 0 repeats none (default: {_DEFAULT.restate}).",
+        rich_help_panel=_ANSWER,
+    ),
+]
 ChunkSize = Annotated[
     int | None,
     typer.Option(

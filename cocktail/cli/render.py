@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +43,19 @@ class Display:
     stream: bool = True
 
 
+class _Console(Console):
+    """A console whose reader may leave: what it would still say is dropped, and the answer goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def make_console(stream: TextIO, color: str) -> Console:
     """Returns a console for `stream` that never wraps, colours or moves the cursor unless it is a terminal."""
     terminal = is_terminal(stream)
     colored = use_color(stream, color)
-    return Console(
+    return _Console(
         file=stream,
         # Rich would take GITHUB_ACTIONS or FORCE_COLOR for a terminal.
         force_terminal=terminal or colored,
@@ -158,7 +167,7 @@ class TerminalReporter:
 
     def finish(self, answer: Answer) -> None:
         """Ends the streamed answer with one newline, or writes the whole answer if none of it was streamed."""
-        if not self._started and answer.answer:
+        if not self._started:
             self._begin_answer()
             self.output.write(answer.answer.strip("\r\n"))
         self._end_answer()
@@ -255,7 +264,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
     kv, plan, speculation, timings, usage = answer.kv, answer.plan, answer.speculation, answer.timings, answer.usage
     chunks = ", ".join(f"{count} {precision}" for precision, count in kv.chunks.items())
     budget = "none" if plan.vram_budget_bytes is None else format_bytes(plan.vram_budget_bytes)
-    measured = "not measured" if plan.measured_peak_bytes is None else format_bytes(plan.measured_peak_bytes)
+    measured = "not" if plan.measured_peak_bytes is None else format_bytes(plan.measured_peak_bytes)
     share = f", {kv.bytes / kv.fp16_bytes:.0%} of {format_bytes(kv.fp16_bytes)}" if kv.fp16_bytes else ""
     rows = [
         ("model", f"{answer.model.name} ({answer.model.dtype}, {answer.model.device})"),
@@ -267,7 +276,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         ("kv bytes", f"{format_bytes(kv.bytes)}{share}"),
         ("kv bits per value", f"{kv.bits_per_value:.2f}"),
         ("budget", budget + (" (emulated)" if plan.emulated else "")),
-        ("peak", f"{format_bytes(plan.estimated_peak_bytes)} estimated, {measured}"),
+        ("peak", f"{format_bytes(plan.estimated_peak_bytes)} estimated, {measured} measured"),
         ("layers", f"{plan.resident_layers} resident, {plan.offloaded_layers} offloaded"),
         ("speculation", speculation.mode + (f" ({speculation.why_off})" if speculation.why_off else "")),
         ("cache", f"document {answer.cache.document}, kv {answer.cache.kv}"),

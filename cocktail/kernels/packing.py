@@ -42,5 +42,3 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return unpack(low, 2) | (unpack(high, 1) << 2)
     mask = (1 << bits) - 1
     return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-1)
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from cocktail.errors import BudgetError
@@ -110,18 +112,20 @@ def check_budget(estimate: MemoryEstimate, budget_bytes: int) -> None:
         "weights": "use a smaller model (-m)",
         "kv cache": "use --kv cocktail or --kv int2, or fewer pages (--pages)",
     }.get(largest, "read fewer pages (--pages)")
+    needed = format_bytes(estimate.peak_bytes, math.ceil)
     raise BudgetError(
-        f"The run needs {format_bytes(estimate.peak_bytes)} ({listed}); the budget is {format_bytes(budget_bytes)}.",
-        f"Give --vram {format_bytes(estimate.peak_bytes, up=True).replace(' ', '')} or more, or {advice}.",
+        f"The run needs {needed} ({listed}); the budget is {format_bytes(budget_bytes, math.floor)}.",
+        f"Give --vram {needed.replace(' ', '')} or more, or {advice}.",
     )
 
 
-def format_bytes(size: int, up: bool = False) -> str:
-    """A size in decimal units with three digits, such as "8.00 GB"; `up` rounds up, so that it holds `size`."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            digits = max(0, 3 - len(str(size // factor)))
-            step = factor // 10**digits
-            rounded = -(-size // step) if up else round(size / step)
-            return f"{rounded / 10**digits:.{digits}f} {unit}"
-    return f"{size} B"
+def format_bytes(size: int, rounding: Callable[[float], int] = round) -> str:
+    """A size in decimal units with three digits, such as "8.00 GB"; `math.ceil` as rounding never understates it."""
+    if size < 1000:
+        return f"{size} B"
+    for unit, factor in (("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
+        for digits in (2, 1, 0):
+            rounded = rounding(size / (factor // 10**digits))
+            if rounded < 1000:
+                return f"{rounded / 10**digits:.{digits}f} {unit}"
+    return f"{rounded} GB"

@@ -40,6 +40,7 @@ PIECES = {
     "long": [f"line {number}\n" for number in range(20_000)],
     "wide": ["word " * 100],
     "canned": [],
+    "empty": [],
 }
 
 

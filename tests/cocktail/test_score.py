@@ -193,7 +193,7 @@ class Fixed:
 def test_hybrid_weighs_both_alike() -> None:
     hybrid = HybridScorer(Fixed([[0.2, 0.3, 0.4], [0.5, 0.5, 0.5]]))
     scores = hybrid.score(["cat", "dog", "dog"], ["cat", "bird"], SILENT)
-    np.testing.assert_allclose(scores, [[0.5, 0.25, 0.5], [0, 0, 0]], atol=1e-6)
+    np.testing.assert_allclose(scores, [[0.5, 0.25, 0.5], [0.0, 0.0, 0.0]], atol=1e-6)
 
 
 def test_min_max() -> None:

@@ -1,0 +1,77 @@
+"""Peak resident memory of one prefill against the planner's formula. Prints one JSON object.
+
+    python tests/bench/prefill_memory.py MODEL_FOLDER [TOKENS] [POLICY]
+
+The process loads the model, runs a short pass so that weights and library buffers are there, then resets
+the kernel's high-water mark (VmHWM), prefills and reads it again. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cocktail.bit_plan import plan_bits
+from cocktail.config import Config
+from cocktail.engine import decoder_shape
+from cocktail.kv_cache import ContextLayout, KVGeometry, MixedKVCache
+from cocktail.model import LoadedModel, load_model
+from cocktail.model_folder import ModelFolder
+from cocktail.offload.budget import estimate_peak
+from cocktail.prefill import SEGMENT_TOKENS, prefill
+from cocktail.report import SilentReporter
+
+SUFFIX, GENERATED, CHUNK = 64, 64, 32
+
+
+def memory(field: str) -> int:
+    """A field of this process's status, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+def run(loaded: LoadedModel, context_len: int, policy: str) -> MixedKVCache:
+    """Prefills random tokens; scores are drawn from a normal distribution."""
+    layout = ContextLayout(0, context_len // CHUNK, CHUNK, context_len % CHUNK)
+    tail = SUFFIX + GENERATED
+    geometry = KVGeometry.from_config(loaded.model.config, context_len + tail)
+    cache = MixedKVCache(geometry, layout, tail, loaded.dtype)
+    generator = np.random.default_rng(0)
+    plan = plan_bits(policy, generator.normal(size=layout.num_chunks).astype(np.float32), 0.6, 0.1)
+    ids = torch.from_numpy(generator.integers(10, 1000, context_len + SUFFIX))
+    prefill(loaded.model, cache, ids[:context_len], ids[context_len:], plan)
+    return cache
+
+
+def main(folder: str, tokens: str = "8000", policy: str = "cocktail") -> None:
+    context_len = int(tokens)
+    loaded = load_model(ModelFolder(Path(folder), folder, folder), Config(device="cpu"), SilentReporter())
+    run(loaded, 2 * CHUNK, policy)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    cache = run(loaded, context_len, policy)
+    growth = memory("VmHWM") - before
+    estimate = estimate_peak(
+        decoder_shape(loaded.model.config, cache.geometry, loaded.dtype.itemsize),
+        weight_bytes=0,
+        kv_bytes=cache.nbytes,
+        context_tokens=context_len,
+        total_tokens=context_len + cache.tail_capacity,
+        segment_tokens=SEGMENT_TOKENS,
+        device_context_bytes=0,
+    )
+    parts = {name: getattr(estimate, name) for name in ("kv_cache", "layer_context", "hidden_states", "workspace")}
+    print(
+        json.dumps({"growth": growth, "expected": estimate.peak_bytes, "ratio": growth / estimate.peak_bytes, **parts})
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

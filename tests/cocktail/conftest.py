@@ -1,0 +1,66 @@
+"""A tiny random decoder of every supported family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from cocktail import attention
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 48}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "smollm3": ("SmolLM3", {}),
+    "granite": ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}),
+    "olmo": ("Olmo", {}),
+    "olmo2": ("Olmo2", {}),
+}
+
+
+def tiny_model(family: str, attn_implementation: str, **changes: Any) -> PreTrainedModel:
+    """A random float32 decoder; the same weights for the same family whatever the attention."""
+    attention.register()
+    name, special = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **special, **changes})
+    config._attn_implementation = attn_implementation
+    torch.manual_seed(7)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    # Random initial weights are so small that attention would hardly matter.
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(4)
+    return model
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """The name of each family in turn."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make_model() -> Callable[..., PreTrainedModel]:
+    """`tiny_model`."""
+    return tiny_model
