@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FULL = 16  # the unquantized class, held in the run's dtype
-LABELS = {FULL: "fp16", 8: "int8", 4: "int4", 2: "int2"}
+LABELS = {FULL: "fp16", 8: "int8", 4: "int4", 3: "int3", 2: "int2"}
+PAPER_LABELS = ("fp16", "int4", "int2")
 UNIFORM_BITS = {"fp16": FULL, "int8": 8, "int4": 4, "int2": 2}
 
 
@@ -33,9 +34,9 @@ class BitPlan:
         return LABELS[int(self.k_bits[0, chunk])]
 
     def counts(self) -> dict[str, int]:
-        """How many chunks the first layer holds at each precision; "int8" is named only where it occurs."""
+        """How many chunks the first layer holds at each precision; one that the paper lacks only where it occurs."""
         counts = {label: int((self.k_bits[0] == bits).sum()) for bits, label in LABELS.items()}
-        return {label: count for label, count in counts.items() if count or label != "int8"}
+        return {label: count for label, count in counts.items() if count or label in PAPER_LABELS}
 
 
 def plan_bits(policy: str, scores: np.ndarray, alpha: float, beta: float) -> BitPlan:

@@ -151,7 +151,8 @@ class MixedKVCache(Cache):
         """The next updates write tail slots from `start` on.
 
         Args:
-            start: first slot written; the rows of the pass take consecutive slots.
+            start: first slot written; the rows of the pass take consecutive slots, and every slot below them must
+                have been written before, visible or not.
             mask: [rows, start + rows], bool: which slots each row sees; None: all of them.
             positions: [rows], int64: absolute positions (context included), for sliding windows.
         """
@@ -249,7 +250,7 @@ def planned_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, ta
             continue
         k_bits, v_bits = (bits.astype(np.int64) for bits in plan.layer(index))
         k_coded, v_coded = k_bits != UNQUANTIZED, v_bits != UNQUANTIZED
-        k_bytes = np.where(k_coded, head_dim * (chunk * k_bits // 8 + 4), chunk * head_dim * itemsize)
+        k_bytes = np.where(k_coded, chunk * (head_dim * k_bits // 8) + 4 * head_dim, chunk * head_dim * itemsize)
         v_bytes = np.where(
             v_coded, chunk * (head_dim * v_bits // 8 + 4 * (head_dim // group)), chunk * head_dim * itemsize
         )

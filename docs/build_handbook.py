@@ -51,10 +51,9 @@ class Handbook(FPDF):
     def header(self) -> None:
         # At the foot of the page but first in its text: a text that ends in a page number invites a language model
         # to go on counting.
-        self.set_y(-13)
+        label = self.pages[self.page].get_label()
         self.set_font("Helvetica", size=8.5)
-        self.cell(0, 5, self.pages[self.page].get_label(), align="C")
-        self.set_xy(self.l_margin, self.t_margin)
+        self.text((self.w - self.get_string_width(label)) / 2, self.h - 9, label)
 
 
 def read_chapters(folder: Path) -> list[Chapter]:

@@ -54,16 +54,18 @@ def test_handbook_has_its_size_and_labels(handbook: list[tuple[str, str]]) -> No
     labels = [label for label, _ in handbook]
     assert labels == ["i", "ii", *(str(n + 1) for n in range(len(handbook) - 2))]
     assert len(handbook) >= 15
-    # 3.5 characters a token with the default model's tokenizer: 7,400 tokens of its window of 8,192.
-    assert sum(len(text) for _, text in handbook) <= 26_000
+    # 3.5 characters a token with the default model's tokenizer. Its window is 8,192 tokens, but the first question of
+    # the README has to be answered in a minute on two cores, and a tiny model reads less with more certainty.
+    assert sum(len(text) for _, text in handbook) <= 16_000
 
 
 def test_handbook_contents_name_the_right_pages(handbook: list[tuple[str, str]]) -> None:
-    entries = re.findall(r"^(.+) (\d+)\s*$", handbook[1][1].replace("\r", ""), re.MULTILINE)
+    entries = re.findall(r"^(\D+) (\d+)\s*$", handbook[1][1].replace("\r", ""), re.MULTILINE)
     assert len(entries) == len(CHAPTERS)
     for title, label in entries:
         (text,) = (text for found, text in handbook if found == label)
-        assert text.startswith(title)
+        # The number at the foot of the page comes first in its text.
+        assert text.replace("\r", "").startswith(f"{label}\n{title}\n")
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def mixed_attention(
         scaling: the softmax scale, usually head_dim ** -0.5.
 
     Returns:
-        [num_heads, rows, head_dim], the dtype of `query`.
+        [num_heads, rows, head_dim], the dtype of `query`; zeros for a row that sees nothing.
 
     Raises:
         ValueError: if shapes do not belong together, or there is nothing to attend to.

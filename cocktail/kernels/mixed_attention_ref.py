@@ -39,7 +39,7 @@ def mixed_attention_ref(
     num_heads, rows, head_dim = query.shape
     num_kv_heads = tail_key.shape[0]
     grouped = query.float().reshape(num_kv_heads, -1, head_dim) * scaling
-    # A finite start keeps exp() free of inf - inf where a whole tile is masked.
+    # A finite start keeps exp() free of inf - inf where a whole tile is masked, and a row that sees nothing at zero.
     peak = grouped.new_full((*grouped.shape[:2], 1), torch.finfo(torch.float32).min)
     total = torch.zeros_like(peak)
     output = grouped.new_zeros((*grouped.shape[:2], tail_value.shape[-1]))
@@ -62,4 +62,4 @@ def mixed_attention_ref(
             merge(key, value, None)
     if tail_key.shape[1]:
         merge(tail_key.float(), tail_value.float(), tail_mask)
-    return (output / total).to(query.dtype).reshape(num_heads, rows, -1)
+    return (output / total.clamp_(min=torch.finfo(torch.float32).tiny)).to(query.dtype).reshape(num_heads, rows, -1)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -45,6 +45,7 @@ def test_layout_is_the_documented_one(bits: int, head_dim: int) -> None:
     assert pack(codes, bits).tolist() == packed_by_hand(codes.numpy(), bits).tolist()
 
 
+@settings(deadline=None)
 @given(st.data(), st.sampled_from(BITS), st.integers(1, 32), st.integers(0, 3))
 def test_round_trip_of_any_codes(data: st.DataObject, bits: int, eighths: int, rows: int) -> None:
     codes = data.draw(arrays(np.uint8, (rows, 8 * eighths), elements=st.integers(0, 2**bits - 1)))

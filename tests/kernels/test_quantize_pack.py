@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -28,6 +28,7 @@ def allowed_error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_error_is_at_most_half_a_step(data: st.DataObject, bits: int) -> None:
     magnitude = data.draw(st.sampled_from([1e-6, 1e-3, 1.0, 300.0, 3e4]))
