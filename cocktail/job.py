@@ -16,8 +16,8 @@ from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.chunk import TokenizedDocument, select_window, tokenize_document
 from cocktail.citation import best_quotes
 from cocktail.config import Config
+from cocktail.context import ContextLayout, KVGeometry, planned_bytes
 from cocktail.document import Document
-from cocktail.kv_cache import ContextLayout, KVGeometry, planned_bytes
 from cocktail.model import check_supported, context_window, load_config, load_tokenizer, resolve_device_dtype
 from cocktail.model_folder import ModelFolder
 from cocktail.offload.budget import CUDA_CONTEXT_BYTES, DecoderShape, MemoryEstimate, check_budget, estimate_peak

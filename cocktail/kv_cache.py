@@ -6,71 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Cache
 
-from cocktail.architecture import SLIDING, layer_types
 from cocktail.bit_plan import BitPlan
+from cocktail.context import ContextLayout, KVGeometry, LayerContext, SegmentArena, context_segments
 from cocktail.kernels.mixed_attention import mixed_attention
-from cocktail.kernels.quantize_pack import quantize_pack
-from cocktail.kernels.segment import UNQUANTIZED, Segment, value_group_size
-
-
-@dataclass(frozen=True)
-class KVGeometry:
-    """Shapes of a model's KV cache.
-
-    `windows[i]` is layer i's sliding window in tokens if it is shorter than the run, else None.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def values_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-    @classmethod
-    def from_config(cls, config: Any, total_tokens: int) -> KVGeometry:
-        """Reads a transformers config; `total_tokens` is the longest sequence this run can reach."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        window = getattr(config, "sliding_window", None) or total_tokens
-        windows = (window if kind == SLIDING and window < total_tokens else None for kind in layer_types(config))
-        return cls(num_kv_heads, head_dim, tuple(windows))
-
-
-@dataclass(frozen=True)
-class ContextLayout:
-    """How the context's tokens follow each other: template prefix, full chunks, remainder."""
-
-    prefix_len: int
-    num_chunks: int
-    chunk_size: int
-    remainder_len: int
-
-    @property
-    def chunks_end(self) -> int:
-        return self.prefix_len + self.num_chunks * self.chunk_size
-
-    @property
-    def context_len(self) -> int:
-        return self.chunks_end + self.remainder_len
-
-
-@dataclass
-class LayerContext:
-    """One layer's unquantized context: key and value, each [num_kv_heads, context_len, head_dim], run dtype."""
-
-    key: torch.Tensor
-    value: torch.Tensor
+from cocktail.kernels.segment import Segment
 
 
 @dataclass
@@ -129,6 +71,7 @@ class MixedKVCache(Cache):
         self.device = torch.device(device)
         self.kv_layers = [self._empty_layer(window) for window in geometry.windows]
         self._slot_positions = torch.zeros(tail_capacity, dtype=torch.int64, device=self.device)
+        self._arena: SegmentArena | None = None
         self._pass: ContextPass | TailPass | None = None
 
     def _empty_layer(self, window: int | None) -> LayerKV:
@@ -187,7 +130,9 @@ class MixedKVCache(Cache):
             layer.key[:, : layer.context_kept] = context.key[:, first:]
             layer.value[:, : layer.context_kept] = context.value[:, first:]
             return
-        layer.segments = tuple(context_segments(context, layout, *plan.layer(layer_idx)))
+        if self._arena is None or not self._arena.admits(layer_idx, plan):
+            self._arena = SegmentArena(self.geometry, layout, plan, self.dtype, self.device)
+        layer.segments = self._arena.hold(layer_idx, context_segments(context, layout, *plan.layer(layer_idx)))
 
     def commit(self, slots: torch.Tensor | Sequence[int]) -> None:
         """Gathers accepted slots, in order, to the end of the committed tail, in place; O(len(slots)).
@@ -233,59 +178,6 @@ class MixedKVCache(Cache):
         """Stored bits per context value, scales and tables included, the tail left out."""
         tail = self.tail_capacity * self.geometry.values_per_token * self.dtype.itemsize
         return 8 * (self.nbytes - tail) / max(1, self.geometry.values_per_token * self.layout.context_len)
-
-
-def planned_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, tail_capacity: int, itemsize: int) -> int:
-    """What `MixedKVCache.nbytes` will be once every layer is sealed by `plan`, in bytes, without building it.
-
-    Args:
-        itemsize: bytes of one value of the run's dtype.
-    """
-    head_dim, group, chunk = geometry.head_dim, value_group_size(geometry.head_dim), layout.chunk_size
-    row = 2 * head_dim * itemsize
-    total = 0
-    for index, window in enumerate(geometry.windows):
-        if window is not None:
-            total += (min(window, layout.context_len) + tail_capacity) * row
-            continue
-        k_bits, v_bits = (bits.astype(np.int64) for bits in plan.layer(index))
-        k_coded, v_coded = k_bits != UNQUANTIZED, v_bits != UNQUANTIZED
-        k_bytes = np.where(k_coded, chunk * (head_dim * k_bits // 8) + 4 * head_dim, chunk * head_dim * itemsize)
-        v_bytes = np.where(
-            v_coded, chunk * (head_dim * v_bits // 8 + 4 * (head_dim // group)), chunk * head_dim * itemsize
-        )
-        outside = layout.context_len - layout.num_chunks * chunk + tail_capacity
-        total += int(k_bytes.sum() + v_bytes.sum()) + outside * row
-    return total * geometry.num_kv_heads
-
-
-def context_segments(
-    context: LayerContext, layout: ContextLayout, k_bits: np.ndarray, v_bits: np.ndarray
-) -> list[Segment]:
-    """One segment for each (k_bits, v_bits) pair that a layer's chunks use, ascending; see `MixedKVCache.seal`.
-
-    Args:
-        context: the layer's unquantized keys and values.
-        layout: which tokens are prefix, chunks and remainder.
-        k_bits: [num_chunks]: bits of each chunk's keys.
-        v_bits: [num_chunks].
-    """
-    span = slice(layout.prefix_len, layout.chunks_end)
-    shape = (layout.num_chunks, layout.chunk_size)
-    key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
-    device, group = context.key.device, value_group_size(context.key.shape[-1])
-    segments = []
-    for pair in sorted({(int(k), int(v)) for k, v in zip(k_bits, v_bits, strict=True)} - {(UNQUANTIZED, UNQUANTIZED)}):
-        blocks = torch.from_numpy(np.flatnonzero((k_bits == pair[0]) & (v_bits == pair[1]))).to(device)
-        segments.append(quantize_pack(key, value, blocks, *pair, group))
-    full = np.flatnonzero((k_bits == UNQUANTIZED) & (v_bits == UNQUANTIZED))
-    chunk_tokens = (layout.prefix_len + full[:, None] * layout.chunk_size + np.arange(layout.chunk_size)).ravel()
-    rest = np.arange(layout.chunks_end, layout.context_len)
-    tokens = torch.from_numpy(np.concatenate([np.arange(layout.prefix_len), chunk_tokens, rest])).to(device)
-    if len(tokens):
-        kept = (t.index_select(1, tokens).unsqueeze(1) for t in (context.key, context.value))
-        segments.append(Segment(UNQUANTIZED, UNQUANTIZED, *kept))
-    return segments
 
 
 class ContextMask:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from cocktail.attention import forward_logits
 from cocktail.bit_plan import BitPlan
-from cocktail.kv_cache import ContextMask, LayerContext, MixedKVCache
+from cocktail.context import LayerContext
+from cocktail.kv_cache import ContextMask, MixedKVCache
 
 SEGMENT_TOKENS = 512
 

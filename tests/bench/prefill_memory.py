@@ -18,8 +18,9 @@ import torch
 
 from cocktail.bit_plan import plan_bits
 from cocktail.config import Config
-from cocktail.engine import decoder_shape
-from cocktail.kv_cache import ContextLayout, KVGeometry, MixedKVCache
+from cocktail.context import ContextLayout, KVGeometry
+from cocktail.job import decoder_shape
+from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel, load_model
 from cocktail.model_folder import ModelFolder
 from cocktail.offload.budget import estimate_peak

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.context import ContextLayout, KVGeometry, LayerContext
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
-from cocktail.kv_cache import ContextLayout, ContextMask, KVGeometry, LayerContext, MixedKVCache
+from cocktail.kv_cache import ContextMask, MixedKVCache
 from tests.kernels.dense_reference import dense_attention, gentle_query, outlier_keys, round_trip_block
 
 

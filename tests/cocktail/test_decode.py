@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from cocktail.bit_plan import plan_bits
+from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode import Generation, generate
-from cocktail.kv_cache import ContextLayout, KVGeometry, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import extend, prefill
 from cocktail.sampling import Sampler
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocktail.bit_plan import BitPlan
+from cocktail.context import ContextLayout, KVGeometry
 from cocktail.kernels.segment import UNQUANTIZED
-from cocktail.kv_cache import ContextLayout, KVGeometry, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
 from tests.cocktail.sealed_cache import SealedCache, mixed_plan, paper_plan, sealed_cache
 from tests.kernels.poison import poisoned_empty
 

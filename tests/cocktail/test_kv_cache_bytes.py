@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from cocktail.bit_plan import BitPlan, plan_bits
-from cocktail.kv_cache import ContextLayout, KVGeometry, MixedKVCache, planned_bytes
+from cocktail.context import ContextLayout, KVGeometry, planned_bytes
+from cocktail.kv_cache import MixedKVCache
 from tests.cocktail.sealed_cache import mixed_plan, paper_plan, sealed_cache
 
 LAYOUT = ContextLayout(prefix_len=5, num_chunks=6, chunk_size=32, remainder_len=7)
@@ -25,10 +28,11 @@ def held_tensors(cache: MixedKVCache) -> list[torch.Tensor]:
 
 def held_bytes(cache: MixedKVCache) -> int:
     tensors = held_tensors(cache)
-    # A view would keep alive more than it shows, and a shared storage would count twice.
-    assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in tensors)
-    filled = [t.data_ptr() for t in tensors if t.numel()]
-    assert len(set(filled)) == len(filled)
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans)), "tensors overlap"
+    # Views would keep alive more than they show, but for the alignment of each.
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+    assert sum(storages.values()) <= sum(stop - start for start, stop in spans) + 2 * 64 * 8 * len(tensors)
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

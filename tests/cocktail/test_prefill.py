@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from cocktail.bit_plan import plan_bits
+from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode import generate
 from cocktail.kernels.segment import UNQUANTIZED
-from cocktail.kv_cache import ContextLayout, KVGeometry, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import StoredContext, extend, prefill
 from cocktail.sampling import Sampler
 
@@ -43,7 +44,7 @@ def random_ids(count: int, seed: int = 0) -> torch.Tensor:
 
 def test_unquantized_logits_and_tokens_equal_transformers(family: str, make_model: MakeModel) -> None:
     ids, steps = random_ids(203), 24
-    reference = make_model(family, "sdpa")
+    reference: Any = make_model(family, "sdpa")
     expected = reference.generate(
         ids[None],
         max_new_tokens=steps,
@@ -89,7 +90,7 @@ def test_segmentation_does_not_change_the_cache(family: str, policy: str, make_m
 def test_last_layer_alone_feeds_norm_and_head(make_model: MakeModel) -> None:
     model = make_model("llama", "cocktail")
     rows: list[int] = []
-    model.model.norm.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    model.get_decoder().norm.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     run_prefill(model, random_ids(120), 100, "fp16", 4)
     assert rows == [1]
 
@@ -97,7 +98,7 @@ def test_last_layer_alone_feeds_norm_and_head(make_model: MakeModel) -> None:
 def test_complaint_23_logits_are_made_for_one_position(make_model: MakeModel) -> None:
     model = make_model("llama", "cocktail")
     rows: list[int] = []
-    model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     for length in (60, 600):
         run_prefill(model, random_ids(length), length - 20, "fp16", 4)
     assert rows == [1, 1]
