@@ -72,3 +72,17 @@ def test_nothing_installed_and_offline_is_a_model_error(tmp_path: Path) -> None:
     assert error["code"] == "model"
     assert "models pull" in error["hint"] + error["message"]
     assert "Traceback" not in ran.stderr
+
+
+def test_complaint_16_a_cut_is_said_on_stderr_and_in_json(tmp_path: Path, tiny_folder: Path) -> None:
+    document = tmp_path / "long.txt"
+    document.write_text("The river ran as it always had, and nothing of note happened. " * 60, encoding="utf-8")
+    arguments = ["ask", str(document), "What happened?", "-m", str(tiny_folder), "--scorer", "bm25", "-n", "4"]
+    ran = run_offline([*arguments, "--json", "--quiet"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    answer = json.loads(ran.stdout)
+    cut = answer["usage"]["truncated_tokens"]
+    assert cut > 0
+    assert answer["usage"]["document_tokens"] + cut == answer["document"]["tokens"]
+    assert f"{cut:,} tokens" in ran.stderr
+    assert any(f"{cut:,} tokens" in warning for warning in answer["warnings"])
