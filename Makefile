@@ -1,10 +1,14 @@
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format lint types test test-gpu bench docs handbook check
+.PHONY: format models lint types test test-gpu bench docs handbook check
 
 format: ## rewrite the sources in the house style
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+models: ## the default model and scorer, which tests of whole runs need; fetched once
+	$(PYTHON) -m cocktail.cli.app models pull smollm2-135m-instruct
+	$(PYTHON) -m cocktail.cli.app models pull minilm
 
 lint:
 	$(PYTHON) -m ruff check .
@@ -28,4 +32,4 @@ handbook: ## examples/handbook.pdf from docs/handbook/
 docs: handbook ## everything under docs/ that is generated
 	$(PYTHON) docs/generate_cli.py
 
-check: lint types test ## what CI runs; the tests also fail on stale documents
+check: models lint types test ## what CI runs; the tests also fail on stale documents

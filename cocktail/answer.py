@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -76,13 +76,16 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. `load` is imports and model and encoder load, nothing else; `tpot` is per token after the first."""
+    """Seconds. `load` is imports and model and encoder load, nothing else.
+
+    `ttft` is until the first token, `tpot` per token after it.
+    """
 
     parse: float = 0.0
     score: float = 0.0
     load: float = 0.0
     prefill: float = 0.0
-    ttft: float = 0.0
+    ttft: float | None = None
     decode: float = 0.0
     tpot: float | None = None
     total: float = 0.0
@@ -136,11 +139,14 @@ class Answer:
 
 
 def error_json(code: str, message: str, hint: str | None, identity: str | None = None) -> dict[str, Any]:
-    """The contract's JSON object of a run that failed."""
+    """The contract's JSON object of a run that failed: every key of an answer's, null where nothing is known."""
+    unknown = {item.name: None for item in fields(Answer) if item.name not in ("id", "reasoning")}
     return {
         "schema_version": SCHEMA_VERSION,
         "ok": False,
         "id": identity,
+        **unknown,
         "finish_reason": "error",
+        "warnings": [],
         "error": {"code": code, "message": message, "hint": hint},
     }

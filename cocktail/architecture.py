@@ -25,6 +25,13 @@ _ATTENTION_SINKS = frozenset(
     )
 )
 _ALIBI = frozenset(("bloom", "mpt"))
+# Architectures whose attention computes on the keys and values that the cache returns, which must be tensors then.
+_REWORKS_CACHE = {
+    "diffllama": "its attention splits the cached values in two (differential attention)",
+    "doge": "its attention makes its mask from the cached values (dynamic mask)",
+    "jetmoe": "its attention repeats the cached keys and values for its experts",
+    "minimax_m3_vl_text": "its attention picks blocks of the cached keys (sparse attention)",
+}
 _LAYER_NAMES = {
     "linear_attention": "linear attention (Mamba or the like)",
     "hybrid": "attention mixed with Mamba",
@@ -51,7 +58,12 @@ def check_supported(config: PretrainedConfig) -> None:
     Raises:
         ModelError: It does not; the message names the model type and the feature.
     """
-    if reason := _refusal(config):
+    try:
+        reason = _refusal(config)
+    # What a configuration lacks is an AttributeError; what differs from layer to layer, a RuntimeError of its own.
+    except (AttributeError, RuntimeError) as error:
+        reason = f"its configuration does not say what is needed ({str(error).split('. ')[0]})"
+    if reason:
         raise ModelError(
             f"Models of type {config.model_type} are not supported: {reason}.",
             "Choose another model: Llama, Qwen2.5, Qwen3, Mistral, Phi-3, SmolLM, Granite and OLMo run.",
@@ -94,6 +106,8 @@ def _attention_refusal(config: PretrainedConfig) -> str | None:
         return "its attention caps its logits (attn_logit_softcapping)"
     if config.model_type in _ATTENTION_SINKS:
         return "its attention has learned sinks"
+    if reason := _REWORKS_CACHE.get(config.model_type):
+        return reason
     if config.model_type in _ALIBI or has("alibi"):
         return "it uses ALiBi position biases"
     if has("use_bidirectional_attention") or has("is_causal") is False:

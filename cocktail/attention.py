@@ -13,8 +13,8 @@ from cocktail.kv_cache import MixedKVCache
 
 NAME = "cocktail"
 
-# Arguments that models pass to attention and that change nothing here.
-_HARMLESS = frozenset({"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"})
+# Arguments that would change what attention computes; a model that gives one of them is not supported.
+_REFUSED = ("softcap", "s_aux", "sinks", "bias", "position_bias", "attention_bias")
 
 
 def cocktail_attention(
@@ -38,12 +38,16 @@ def cocktail_attention(
     Raises:
         ModelError: if the model asks for a form of attention that is not computed here.
     """
-    softcap = kwargs.get("softcap")
-    if softcap is not None or kwargs.get("s_aux") is not None or isinstance(key, torch.Tensor):
-        raise ModelError(f"{type(module).__name__} needs a form of attention that Cocktail does not compute.")
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if refused or attention_mask is not None or kwargs.get("is_causal") is False or isinstance(key, torch.Tensor):
+        raise ModelError(
+            f"{type(module).__name__} needs a form of attention that Cocktail does not compute"
+            f"{': ' + ', '.join(refused) if refused else ''}.",
+            "Choose another model: Llama, Qwen2.5, Qwen3, Mistral, Phi-3, SmolLM, Granite and OLMo run.",
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output: torch.Tensor = key.attend(query[0], scale)
-    return output.transpose(0, 1).unsqueeze(0), None
+    return output.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cocktail.config import UNIFORM_POLICIES
+
 FULL = 16  # the unquantized class, held in the run's dtype
 LABELS = {FULL: "fp16", 8: "int8", 4: "int4", 3: "int3", 2: "int2"}
 PAPER_LABELS = ("fp16", "int4", "int2")
-UNIFORM_BITS = {"fp16": FULL, "int8": 8, "int4": 4, "int2": 2}
+UNIFORM_BITS = {label: bits for bits, label in LABELS.items() if label in UNIFORM_POLICIES}
 
 
 @dataclass(frozen=True, eq=False)

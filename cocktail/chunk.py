@@ -12,7 +12,7 @@ from cocktail.document import Document
 from cocktail.errors import ModelError, UsageError
 from cocktail.report import Reporter, SilentReporter
 from cocktail.score import min_max, smooth
-from cocktail.tokens import literal_tokenizer
+from cocktail.tokens import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,8 +95,8 @@ def tokenize_document(
 ) -> TokenizedDocument:
     """The document's token ids, cut into chunks of `chunk_size` tokens.
 
-    The ids depend on the text alone, and the text is never parsed for control tokens: a document that holds
-    "<|im_start|>" holds these twelve characters.
+    The ids depend on the text alone, read as going on from the prompt's prefix. The text is never parsed for control
+    tokens: a document that holds "<|im_start|>" holds these twelve characters.
 
     Args:
         document: Its `text` is tokenized whole.
@@ -113,19 +113,10 @@ def tokenize_document(
         )
     text = document.text
     with (reporter or SilentReporter()).stage("tokenize", total=len(text), unit="characters") as advance:
-        encoding = literal_tokenizer(tokenizer, text)(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=False,
-            verbose=False,
-        )
+        ids, spans = encode(tokenizer, text, special=False)
         advance(len(text))
-    token_ids = np.array(encoding["input_ids"], dtype=np.int32)
-    offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    token_ids = np.array(ids, dtype=np.int32)
+    offsets = np.array(spans, dtype=np.int64).reshape(-1, 2)
     *chunks, last = _cut(document, offsets, chunk_size)
     remainder = last if last.end > last.start else None
     return TokenizedDocument(document, token_ids, offsets, chunk_size, tuple(chunks), remainder)

@@ -10,7 +10,8 @@ from cocktail.errors import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
-KV_POLICIES = ("cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2")
+UNIFORM_POLICIES = ("fp16", "int8", "int4", "int2")  # every chunk alike, so no thresholds
+KV_POLICIES = ("cocktail", "cocktail-paper", *UNIFORM_POLICIES)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SCORER = "minilm"
 

@@ -14,9 +14,10 @@ import gguf
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from cocktail.architecture import check_supported
 from cocktail.disk import check_space
 from cocktail.errors import ModelError
-from cocktail.model import check_supported, quiet_transformers
+from cocktail.model import quiet_transformers
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -36,6 +37,11 @@ def convert_gguf(file: Path, folder: Path) -> None:
                 folder.parent, 2 * sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors), file.name
             )
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            if isinstance(config.eos_token_id, int):
+                # transformers 5.17 writes down the beginning token for the end token.
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+            # It says that it would remove spaces before punctuation, ignores that itself and warns of it.
+            tokenizer.clean_up_tokenization_spaces = False
             model = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **options
             )

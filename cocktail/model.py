@@ -45,7 +45,7 @@ _SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder ready to run. `context_window` is in tokens; any id of `eos_token_ids` ends an answer."""
+    """A decoder ready to run; any id of `eos_token_ids` ends an answer."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -53,7 +53,6 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
-    context_window: int
 
 
 def load_config(folder: ModelFolder) -> PretrainedConfig:
@@ -95,22 +94,27 @@ def load_tokenizer(folder: ModelFolder) -> Any:
 
 
 def load_model(
-    folder: ModelFolder, config: Config, reporter: Reporter, attn_implementation: str = "cocktail"
+    folder: ModelFolder,
+    hf_config: PretrainedConfig,
+    tokenizer: Any,
+    config: Config,
+    reporter: Reporter,
+    attn_implementation: str = "cocktail",
 ) -> LoadedModel:
     """The decoder with its weights on the device, in evaluation mode and without gradients.
 
     Args:
         folder: A resolved model folder.
+        hf_config: What `load_config` returned; `check_supported` has passed it.
+        tokenizer: What `load_tokenizer` returned.
         config: Gives `device` and `dtype`.
         reporter: Receives the "load" stage.
         attn_implementation: "cocktail", or one of transformers' own.
 
     Raises:
-        ModelError: The model is unsupported (before any weight is read), damaged or incomplete.
+        ModelError: The weights are damaged or incomplete.
         UsageError: The device is not there.
     """
-    hf_config = load_config(folder)
-    check_supported(hf_config)
     device, dtype = resolve_device_dtype(config, hf_config)
     check_files(folder.path)
     if attn_implementation == "cocktail":
@@ -118,7 +122,6 @@ def load_model(
 
         attention.register()
     with reporter.stage("load"):
-        tokenizer = load_tokenizer(folder)
         model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
     return LoadedModel(
         model=model,
@@ -127,7 +130,6 @@ def load_model(
         device=device,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(tokenizer, hf_config, model.generation_config),
-        context_window=context_window(hf_config),
     )
 
 
@@ -200,6 +202,8 @@ def _load_weights(
                 config=hf_config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
+                # Straight to the card: this machine's memory need not hold the weights.
+                device_map={"": device} if device.type == "cuda" else None,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -216,7 +220,7 @@ def _load_weights(
             f"{folder.name} lacks {len(lost)} of its weights, {lost[0]} for one.",
             "Download or convert the model again.",
         )
-    ready: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    ready: PreTrainedModel = model.eval().requires_grad_(False)
     return ready
 
 

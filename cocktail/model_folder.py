@@ -20,12 +20,11 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder in Hugging Face layout; `source` says where it came from, `gguf_file` what it was converted from."""
+    """A folder in Hugging Face layout; `source` says where it came from."""
 
     path: Path
     name: str
     source: str
-    gguf_file: str | None = None
 
 
 def models_dir(config: Config) -> Path:

@@ -110,7 +110,7 @@ def _gguf_folder(path: Path, config: Config, reporter: Reporter) -> ModelFolder:
     from cocktail.fetch import convert_local_gguf
 
     path = path.resolve()
-    return ModelFolder(convert_local_gguf(path, config, reporter), path.stem, f"gguf:{path}", str(path))
+    return ModelFolder(convert_local_gguf(path, config, reporter), path.stem, f"gguf:{path}")
 
 
 def _looks_like_path(name: str) -> bool:

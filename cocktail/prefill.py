@@ -14,15 +14,23 @@ from cocktail.attention import forward_logits
 from cocktail.bit_plan import BitPlan
 from cocktail.context import LayerContext
 from cocktail.kv_cache import ContextMask, MixedKVCache
-
-SEGMENT_TOKENS = 512
+from cocktail.offload.budget import MAX_SEGMENT_TOKENS
 
 
 @dataclass
 class StoredContext:
-    """A document's unquantized KV, layer by layer, from which any question's cache can be sealed."""
+    """A document's unquantized KV in host memory, layer by layer, from which any question's cache can be sealed."""
 
     layers: list[LayerContext] = field(default_factory=list)
+
+    def append(self, context: LayerContext) -> None:
+        """Keeps a layer's context; on a CPU without a copy."""
+        self.layers.append(LayerContext(context.key.cpu(), context.value.cpu()))
+
+    def layer(self, index: int, device: torch.device) -> LayerContext:
+        """A layer's context on a device."""
+        kept = self.layers[index]
+        return LayerContext(kept.key.to(device), kept.value.to(device))
 
 
 def causal_rows(start: int, rows: int, device: torch.device | str) -> torch.Tensor:
@@ -45,7 +53,7 @@ def prefill(
     plan: BitPlan,
     *,
     stored: StoredContext | None = None,
-    segment_tokens: int = SEGMENT_TOKENS,
+    segment_tokens: int = MAX_SEGMENT_TOKENS,
     advance: Callable[[int], None] = lambda layers: None,
 ) -> torch.Tensor:
     """Fills an empty cache with context and suffix in one pass over the layers.
@@ -77,14 +85,14 @@ def prefill(
 
     def run_layer(index: int, run: Callable[[int, int], None]) -> None:
         nonlocal context
-        if stored is not None and index > 0:
+        if stored is not None and index > 0 and device.type == "cpu":
             context = cache.new_context()
         for start, stop in spans(context_len, segment_tokens):
             cache.begin_context(context, start, masks[cache.geometry.windows[index]])
             run(start, stop)
         cache.seal(index, context, plan)
         if stored is not None:
-            stored.layers.append(context)
+            stored.append(context)
         for start, stop in spans(suffix_len, segment_tokens):
             tail_positions = positions[context_len + start : context_len + stop]
             cache.begin_tail(start, causal_rows(start, stop - start, device), tail_positions)
@@ -99,7 +107,7 @@ def prefill(
 
 @torch.inference_mode()
 def extend(
-    model: PreTrainedModel, cache: MixedKVCache, ids: torch.Tensor, *, segment_tokens: int = SEGMENT_TOKENS
+    model: PreTrainedModel, cache: MixedKVCache, ids: torch.Tensor, *, segment_tokens: int = MAX_SEGMENT_TOKENS
 ) -> torch.Tensor:
     """Runs more tokens at the end of the tail and commits them.
 
@@ -131,18 +139,21 @@ def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int,
     layers: Sequence[torch.nn.Module] = model.get_decoder().layers
     originals = [layer.forward for layer in layers]
 
-    def wrap(index: int, forward: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-        def forward_in_spans(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def wrap(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_in_spans(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             total = hidden_states.shape[1]
 
             def run(start: int, stop: int) -> None:
                 cut = [_rows(value, start, stop, total) for value in args]
                 named = {key: _rows(value, start, stop, total) for key, value in kwargs.items()}
                 output = forward(hidden_states[:, start:stop], *cut, **named)
-                hidden_states[:, start:stop] = output[0] if isinstance(output, tuple) else output
+                returns_tuple.append(isinstance(output, tuple))
+                hidden_states[:, start:stop] = output[0] if returns_tuple[-1] else output
 
+            returns_tuple: list[bool] = []
             run_layer(index, run)
-            return hidden_states[:, -1:] if index == len(layers) - 1 else hidden_states
+            result = hidden_states[:, -1:] if index == len(layers) - 1 else hidden_states
+            return (result,) if returns_tuple[-1] else result
 
         return forward_in_spans
 

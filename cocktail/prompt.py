@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from cocktail.errors import ModelError
-from cocktail.tokens import literal_tokenizer
+from cocktail.tokens import encode
 
 NOT_FOUND = "Not in the document."
 INTRODUCTION = "Here is a document:\n\n"
@@ -20,6 +21,14 @@ INSTRUCTION = (
 # Private-use characters mark the places to fill; a template passes them through.
 _DOCUMENT, _PASSAGES, _SYSTEM, _QUESTION = "\ue000", "\ue001", "\ue002", "\ue003"
 _FIELDS = (_PASSAGES, _SYSTEM, _QUESTION)
+# Some templates print the day, which would make the prefix another one every day. The day is always this one, which
+# Llama 3 takes where it is told none. transformers passes no function to a template, so it is a macro.
+_TODAY = date(2024, 7, 26)
+_STRFTIME_NOW = (
+    "{% macro strftime_now(format) %}{{ format.replace('%-', '%')"
+    + "".join(f".replace('%{code}', '{_TODAY.strftime(f'%{code}')}')" for code in "aAbBdeFjmyYHIMSp")
+    + " }}{% endmacro %}{{ '' }}"
+)
 _TEMPLATE_HINT = "Choose an instruction-tuned text model, or remove the template from the model's folder."
 
 # How a first sentence refuses, in lower case. "the document" must end a phrase: "not in the document store" does not.
@@ -72,24 +81,16 @@ class Prompt:
         }
         ids: list[int] = []
         for part in self.parts:
-            ids += encode(tokenizer, filled.get(part, part), special=part not in filled)
+            ids += encode(tokenizer, filled.get(part, part), special=part not in filled)[0]
         return ids
-
-
-def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    """Ids of `text`, nothing put around it; `special` decides whether names of control tokens become those tokens."""
-    if not text:
-        return []
-    if not special:
-        tokenizer = literal_tokenizer(tokenizer, text)
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=not special, verbose=False)["input_ids"])
 
 
 def build_prompt(tokenizer: Any) -> Prompt:
     """Renders the tokenizer's chat template once and cuts it at the places to fill.
 
     Everything is put into one user turn, so templates that refuse a system role work and the prefix
-    stays the same whatever `--system` says. A tokenizer without a template gets plain text after its
+    stays the same whatever `--system` says. A template that prints the day gets 26 July 2024, so that it
+    stays the same from day to day as well. A tokenizer without a template gets plain text after its
     beginning-of-sequence token.
 
     Raises:
@@ -109,13 +110,16 @@ def build_prompt(tokenizer: Any) -> Prompt:
     for mark in _FIELDS:
         parts = [piece for part in parts for piece in _split_at(part, mark)]
     opens = rendered.rstrip().endswith("<think>")
-    return Prompt((*prefix_ids, *encode(tokenizer, prefix, special=True)), tuple(parts), opens)
+    prefix_ids += encode(tokenizer, prefix, special=True, at_start=True)[0]
+    return Prompt(tuple(prefix_ids), tuple(parts), opens)
 
 
 def _render(tokenizer: Any, content: str) -> str:
     try:
+        template: str = tokenizer.get_chat_template()
         rendered: str = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
+            chat_template=_STRFTIME_NOW + template if "strftime_now" in template else template,
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=False,

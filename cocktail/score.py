@@ -31,24 +31,40 @@ class Scorer(Protocol):
         """Scores [num_questions, num_passages], float32, finite."""
 
 
-def make_scorer(name: str, config: Config, reporter: Reporter) -> Scorer:
-    """The scorer of a name, its encoder loaded.
+def resolve_scorer(name: str, config: Config, reporter: Reporter) -> Path | None:
+    """The folder of a scorer's encoder, fetched first if it has to be; None for a scorer without one.
 
     Args:
         name: "minilm", "contriever", "bm25", "hybrid", or any sentence-transformers name or folder.
-        config: Says where encoders are looked for and on which device they run.
+        config: Says where encoders are looked for.
         reporter: Told of a download, where one is needed.
 
     Raises:
-        ModelError: The encoder is missing or damaged.
+        ModelError: There is no such encoder, or it is missing here and may not or cannot be fetched.
     """
     if name == "bm25":
-        return Bm25Scorer()
-    if name == "hybrid":
-        return HybridScorer(make_scorer("minilm", config, reporter))
+        return None
     from cocktail.model_source import resolve_encoder
 
-    return EncoderScorer(name, resolve_encoder(name, config, reporter).path, config.device)
+    return resolve_encoder("minilm" if name == "hybrid" else name, config, reporter).path
+
+
+def make_scorer(name: str, folder: Path | None, config: Config) -> Scorer:
+    """The scorer of a name, its encoder loaded.
+
+    Args:
+        name: As in `resolve_scorer`.
+        folder: What `resolve_scorer` returned for it.
+        config: Says on which device encoders run.
+
+    Raises:
+        ModelError: The encoder is damaged.
+    """
+    if folder is None:
+        return Bm25Scorer()
+    if name == "hybrid":
+        return HybridScorer(EncoderScorer("minilm", folder, config.device))
+    return EncoderScorer(name, folder, config.device)
 
 
 def min_max(scores: np.ndarray) -> np.ndarray:

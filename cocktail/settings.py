@@ -12,8 +12,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from cocktail.config import DTYPES, Config
+from cocktail.config import DTYPES, UNIFORM_POLICIES, Config
 from cocktail.errors import UsageError
+from cocktail.registry import registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,7 +23,8 @@ else:
 
 PROJECT_FILE = "cocktail.toml"
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PLAIN_POLICIES = ("fp16", "int8", "int4", "int2")
+MODELS = tuple(entry.name for entry in registry().values() if entry.kind == "decoder")
+SCORERS = (*(entry.name for entry in registry().values() if entry.kind == "encoder"), "bm25", "hybrid")
 DEFAULT_ORIGIN = "default"
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
@@ -139,9 +141,10 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "offline": _switch,
     "cache_dir": _path,
 }
-# A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere nor choose
-# where files are written.
+# A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere, nor choose
+# where files are written, nor what is fetched and loaded: of models only those known by name.
 NOT_IN_PROJECT_FILE = ("offline", "cache_dir")
+NAMES_IN_PROJECT_FILE = {"model": MODELS, "scorer": SCORERS}
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def _select_rule(items: dict[str, Setting]) -> None:
         given = items[key]
         if given.origin == DEFAULT_ORIGIN:
             continue
-        if policy.value not in PLAIN_POLICIES:
+        if policy.value not in UNIFORM_POLICIES:
             items["kv"] = Setting("kv", "cocktail-paper", given.origin)
         elif given.origin == flag_name(key):
             source = "" if policy.origin == flag_name("kv") else f" (from {policy.origin})"
@@ -246,12 +249,22 @@ def _read_file(path: Path) -> dict[str, Any]:
     for key in values:
         if key not in PARSERS:
             raise UsageError(f"{path} holds an unknown key: {key}.", "Known keys: " + ", ".join(PARSERS) + ".")
-        if path.name == PROJECT_FILE and key in NOT_IN_PROJECT_FILE:
-            raise UsageError(
-                f"{path} sets {key}, which a project file may not.",
-                f"Set it in {user_file()}, as COCKTAIL_{key.upper()} or with {flag_name(key)}.",
-            )
+    if path.name == PROJECT_FILE:
+        _check_project_file(path, values)
     return values
+
+
+def _check_project_file(path: Path, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        elsewhere = f"with {flag_name(key)}, as COCKTAIL_{key.upper()} or in {user_file()}."
+        if key in NOT_IN_PROJECT_FILE:
+            raise UsageError(f"{path} sets {key}, which a project file may not.", f"Set it {elsewhere}")
+        names = NAMES_IN_PROJECT_FILE.get(key)
+        if names is not None and value not in names:
+            raise UsageError(
+                f"{key} in {path} is {value!r}; in a project file it must be one of {', '.join(names)}.",
+                f"Choose another {elsewhere}",
+            )
 
 
 def _checked(key: str, value: object, where: str, origin: str) -> Setting:

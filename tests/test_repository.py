@@ -22,7 +22,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"accelerate", "bitsandbytes", "pypdfium2", "sentence_transformers", "torch", "transformers", "triton"}
 ENVIRONMENT_READERS = {
     "cocktail.settings": "the COCKTAIL_* variables",
-    "cocktail.cli.app": "quiets libraries before they load; shell completion",
+    "cocktail.cli.app": "sets libraries up before they load; shell completion",
     "cocktail.cli.output": "NO_COLOR and TERM",
     "cocktail.fetch": "hands pip the environment with another temporary folder",
 }
@@ -78,7 +78,8 @@ def allowed_import(importer: str, name: str) -> bool:
     if top != "cocktail":
         return True
     if under(importer, "cocktail.offload"):
-        return under(name, "cocktail.offload", "cocktail.errors", "cocktail.config")
+        # What kernels unpack at a time is part of what a budget must hold.
+        return under(name, "cocktail.offload", "cocktail.errors", "cocktail.config", "cocktail.kernels.limits")
     return under(importer, "cocktail.cli") or not under(name, "cocktail.cli")
 
 
@@ -98,6 +99,8 @@ def test_import_direction(path: Path) -> None:
         ("cocktail.kernels.packing", "cocktail.errors", False),
         ("cocktail.kernels.packing", "transformers", False),
         ("cocktail.offload.layer_plan", "cocktail.config.Config", True),
+        ("cocktail.offload.budget", "cocktail.kernels.limits.MAX_TILE_TOKENS", True),
+        ("cocktail.offload.budget", "cocktail.kernels.mixed_attention", False),
         ("cocktail.offload.layer_plan", "cocktail.kv_cache", False),
         ("cocktail.engine", "kernels", False),
     ],
@@ -193,7 +196,7 @@ def test_ignored_lint_rules_have_a_reason() -> None:
 
 
 def test_sources_stay_short() -> None:
-    long = {module_name(path): lines for path in SOURCES if (lines := path.read_bytes().count(b"\n")) > 450}
+    long = {module_name(path): lines for path in SOURCES if (lines := path.read_bytes().count(b"\n")) > 400}
     assert long == {}
 
 

@@ -120,8 +120,6 @@ def ask(
             for answer in answer_questions(request, config, reporter):
                 interrupted = answer.finish_reason == "interrupted"
                 _show(answer, target, reporter, json=json, stats=stats)
-                if answer.finish_reason == "length":
-                    reporter.warn(f"the answer was cut at --max-tokens {config.max_tokens}.")
     finally:
         reporter.close()
     if interrupted:

@@ -23,9 +23,8 @@ _TOP_CHUNKS = 5
 _PREVIEW_LENGTH = 100
 _PIPED_WIDTH = 80
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# A precision's letter in the strip and its colour: the more bits, the warmer.
-_LETTERS = {"fp16": "F", "int8": "8", "int4": "4", "int2": "2"}
-_COLORS = {"fp16": 31, "int8": 35, "int4": 33, "int2": 34}
+# In the strip, from the fewest bits to the most: the more bits, the warmer.
+_COLORS = (34, 36, 33, 35, 31)
 
 
 def inspect(
@@ -122,8 +121,9 @@ def heat_strip(scores: Sequence[float], precisions: Sequence[str], width: int, *
     """Returns lines that show score and precision along the document, chunks beside each other.
 
     A cell stands for one chunk, or for several where there are more chunks than `width`: it shows their best score and
-    the precision of that chunk. Uncoloured, a second line names the precision: F (unquantized), 8, 4 or 2.
+    the precision of that chunk. Uncoloured, a second line names the precision: F (unquantized), or its bits.
     """
+    looks = _looks()
     cells = min(width, len(scores))
     low, spread = min(scores, default=0.0), max(scores, default=0.0) - min(scores, default=0.0)
     bars, letters = "", ""
@@ -132,9 +132,21 @@ def heat_strip(scores: Sequence[float], precisions: Sequence[str], width: int, *
         best = max(span, key=scores.__getitem__)
         height = (scores[best] - low) / spread if spread > 0 else 0.0
         block = _BLOCKS[round(height * (len(_BLOCKS) - 1))]
-        bars += f"\x1b[{_COLORS[precisions[best]]}m{block}\x1b[0m" if colored else block
-        letters += _LETTERS[precisions[best]]
+        letter, color = looks[precisions[best]]
+        bars += f"\x1b[{color}m{block}\x1b[0m" if colored else block
+        letters += letter
     return [bars, letters]
+
+
+def _looks() -> dict[str, tuple[str, int]]:
+    """Returns the letter and the colour of each precision."""
+    # Not at module level: it imports NumPy, which the help does without.
+    from cocktail.bit_plan import FULL, LABELS
+
+    return {
+        LABELS[bits]: ("F" if bits == FULL else str(bits), color)
+        for bits, color in zip(sorted(LABELS), _COLORS, strict=True)
+    }
 
 
 def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:

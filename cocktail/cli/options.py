@@ -10,10 +10,9 @@ from typer.core import TyperCommand
 
 from cocktail.config import DEVICES, KV_POLICIES, Config
 from cocktail.errors import UsageError
-from cocktail.settings import DTYPE_ALIASES
+from cocktail.settings import DTYPE_ALIASES, SCORERS
 
 COLORS = ("auto", "always", "never")
-SCORERS = ("minilm", "contriever", "bm25", "hybrid")
 
 _DEFAULT = Config()
 _DOCUMENT, _MODEL, _ANSWER, _KV, _OUTPUT = "Document", "Model and memory", "Answer", "KV cache", "Output"

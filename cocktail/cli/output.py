@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from cocktail.errors import CocktailError, UsageError
 
 _BIDI = "\u202a-\u202e\u2066-\u2069"
+_ESCAPES = re.compile("[\x1b\x80-\x9f]")
 _STEERS_TERMINAL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
 _UNSAFE_IN_JSON = re.compile(f"[\x7f-\x9f{_BIDI}]")
 
@@ -35,8 +36,8 @@ def use_color(stream: TextIO, choice: str) -> bool:
 
 
 def printable(text: str, *, terminal: bool) -> str:
-    """Returns `text` without what could steer a terminal: escape bytes always, other controls on a terminal."""
-    return _STEERS_TERMINAL.sub("", text) if terminal else text.replace("\x1b", "")
+    """Returns `text` without what could steer a terminal: what starts an escape code always, the rest on a terminal."""
+    return (_STEERS_TERMINAL if terminal else _ESCAPES).sub("", text)
 
 
 def one_line(text: str) -> str:
@@ -123,7 +124,7 @@ def _replace(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), _mode(path))
+        os.chmod(temporary, _mode(path))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

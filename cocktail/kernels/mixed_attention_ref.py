@@ -6,23 +6,21 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from cocktail.kernels.limits import attention_tile_tokens
 from cocktail.kernels.quantize_pack_ref import dequantize_blocks
 from cocktail.kernels.segment import Segment
 
-# Tokens dequantized at a time; no longer copy ever exists.
-TILE_TOKENS = 2048
 
-
-def tiles(segment: Segment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def tiles(segment: Segment, tile_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The segment's keys and values in float32, [num_kv_heads, tokens, head_dim], a tile at a time."""
-    if segment.block_size >= TILE_TOKENS and segment.k_scale is None and segment.v_scale is None:
+    if segment.block_size > tile_tokens and segment.k_scale is None and segment.v_scale is None:
         table = range(segment.num_blocks) if segment.block_table is None else segment.block_table.tolist()
         for block in table:
-            for start in range(0, segment.block_size, TILE_TOKENS):
-                stop = start + TILE_TOKENS
+            for start in range(0, segment.block_size, tile_tokens):
+                stop = start + tile_tokens
                 yield segment.key[:, block, start:stop].float(), segment.value[:, block, start:stop].float()
         return
-    step = max(1, TILE_TOKENS // segment.block_size)
+    step = max(1, tile_tokens // segment.block_size)
     for first in range(0, segment.num_blocks, step):
         yield dequantize_blocks(segment, first, min(first + step, segment.num_blocks))
 
@@ -38,6 +36,7 @@ def mixed_attention_ref(
     """Online softmax over every tile, merged by log-sum-exp, in float32; see `mixed_attention`."""
     num_heads, rows, head_dim = query.shape
     num_kv_heads = tail_key.shape[0]
+    tile_tokens = attention_tile_tokens(rows, num_heads)
     grouped = query.float().reshape(num_kv_heads, -1, head_dim) * scaling
     # A finite start keeps exp() free of inf - inf where a whole tile is masked, and a row that sees nothing at zero.
     peak = grouped.new_full((*grouped.shape[:2], 1), torch.finfo(torch.float32).min)
@@ -58,7 +57,7 @@ def mixed_attention_ref(
         peak = new_peak
 
     for segment in segments:
-        for key, value in tiles(segment):
+        for key, value in tiles(segment, tile_tokens):
             merge(key, value, None)
     if tail_key.shape[1]:
         merge(tail_key.float(), tail_value.float(), tail_mask)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 import torch
 
+from cocktail.kernels.limits import QUANTIZE_VALUES
 from cocktail.kernels.packing import pack, unpack
 from cocktail.kernels.segment import UNQUANTIZED, Segment
 
@@ -39,6 +43,19 @@ def quantize_pack_ref(
     key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
 ) -> Segment:
     """Gathers `blocks` of a layer's unquantized KV in that order and quantizes them; see `quantize_pack`."""
+    block_values = key.shape[0] * key.shape[2] * key.shape[3]
+    batches = blocks.split(max(1, QUANTIZE_VALUES // block_values))
+    parts = [_quantize_batch(key, value, batch, k_bits, v_bits, v_group_size) for batch in batches]
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(Segment) if isinstance(getattr(parts[0], field.name), torch.Tensor)]
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
+    return replace(parts[0], **joined)
+
+
+def _quantize_batch(
+    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
+) -> Segment:
     key, value = key.index_select(1, blocks), value.index_select(1, blocks)
     k_scale = k_zero = v_scale = v_zero = None
     if k_bits != UNQUANTIZED:

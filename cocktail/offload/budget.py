@@ -7,9 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from cocktail.errors import BudgetError
+from cocktail.kernels.limits import QUANTIZE_BYTES_PER_VALUE, QUANTIZE_VALUES, attention_tile_tokens
 
 # A CUDA context with cuBLAS handles; what nvidia-smi shows for an idle PyTorch process on recent drivers.
 CUDA_CONTEXT_BYTES = 450_000_000
+
+
+# Rows of one prefill segment at most, and the workspace that they may take.
+MAX_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS = 512, 64
+WORKSPACE_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,9 @@ class MemoryEstimate:
     weights: int
     kv_cache: int
     layer_context: int
+    stored_context: int
     hidden_states: int
+    rotary_tables: int
     workspace: int
     device_context: int
 
@@ -33,9 +41,11 @@ class MemoryEstimate:
 class DecoderShape:
     """The dimensions of a decoder that decide its activations.
 
-    `itemsize` is bytes per value of the run's dtype.
+    `itemsize` is bytes per value of the run's dtype; `num_masks` counts the causal masks it needs: one for full
+    attention and one for each sliding window.
     """
 
+    num_layers: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -43,6 +53,7 @@ class DecoderShape:
     head_dim: int
     vocab_size: int
     itemsize: int
+    num_masks: int = 1
 
 
 def layer_context_bytes(shape: DecoderShape, context_tokens: int) -> int:
@@ -50,21 +61,32 @@ def layer_context_bytes(shape: DecoderShape, context_tokens: int) -> int:
     return 2 * context_tokens * shape.num_kv_heads * shape.head_dim * shape.itemsize
 
 
-def workspace_bytes(shape: DecoderShape, context_tokens: int, total_tokens: int, segment_tokens: int) -> int:
-    """Temporary memory of a prefill, in bytes.
+def workspace_bytes(shape: DecoderShape, context_tokens: int, suffix_tokens: int, segment_tokens: int) -> int:
+    """Temporary memory of a prefill, in bytes: mask and logits, and the largest of what follows one another.
 
-    For one segment: the causal mask over context and segment; queries, keys, values and attention output; gate,
-    up and product of the MLP; two copies of its hidden states. For all tokens: the rotary tables, and their
-    frequencies in float32. Then one layer's context gathered and in float32 while it is quantized, and the last
-    position's logits in float32.
+    The causal masks of a segment stay: segment x (context + segment) values each. Beside them come, one after
+    another: a segment's queries, keys, values, attention output, gate, up and product of the MLP and two copies
+    of its hidden states; a layer's segments before they are moved into place, with one batch being quantized; and
+    the suffix's rows with a tile of unpacked keys and values and their scores, in float32.
     """
-    segment = min(segment_tokens, total_tokens)
-    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
-    mask = segment * (context_tokens + segment) * shape.itemsize
-    rows = segment * (heads * shape.head_dim + 3 * shape.intermediate_size + 2 * shape.hidden_size) * shape.itemsize
-    rotary = total_tokens * shape.head_dim * (2 * shape.itemsize + 8)
-    quantizing = layer_context_bytes(shape, context_tokens) // shape.itemsize * (shape.itemsize + 6) // 2
-    return mask + max(rows, quantizing) + rotary + 4 * shape.vocab_size
+    row_values = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
+    row_bytes = (row_values + 2 * shape.hidden_size) * shape.itemsize
+    segment = min(segment_tokens, max(context_tokens, 1))
+    suffix = min(segment_tokens, suffix_tokens)
+    mask = shape.num_masks * segment * (context_tokens + segment) * shape.itemsize
+    quantizing = layer_context_bytes(shape, context_tokens) + QUANTIZE_VALUES * QUANTIZE_BYTES_PER_VALUE
+    tile = min(context_tokens, attention_tile_tokens(max(suffix, 1), shape.num_heads))
+    unpacked = 4 * 4 * tile * shape.num_kv_heads * shape.head_dim
+    attending = suffix * (row_bytes + 4 * shape.num_heads * (tile + 2 * shape.head_dim)) + unpacked
+    return mask + max(segment * row_bytes, quantizing, attending) + 4 * shape.vocab_size
+
+
+def choose_segment_tokens(shape: DecoderShape, context_tokens: int, suffix_tokens: int) -> int:
+    """The most rows a prefill segment may have while the workspace stays under its limit."""
+    for rows in range(MAX_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS, -MIN_SEGMENT_TOKENS):
+        if workspace_bytes(shape, context_tokens, suffix_tokens, rows) <= WORKSPACE_BYTES:
+            return rows
+    return MIN_SEGMENT_TOKENS
 
 
 def estimate_peak(
@@ -73,9 +95,11 @@ def estimate_peak(
     weight_bytes: int,
     kv_bytes: int,
     context_tokens: int,
+    suffix_tokens: int,
     total_tokens: int,
     segment_tokens: int,
     device_context_bytes: int,
+    keeps_context: bool = False,
 ) -> MemoryEstimate:
     """The peak of a run whose weights all stay on the device.
 
@@ -83,16 +107,21 @@ def estimate_peak(
         weight_bytes: all parameters, tied ones once.
         kv_bytes: the sealed cache, tail included.
         context_tokens: template prefix and document.
+        suffix_tokens: question and the rest of the template.
         total_tokens: context, suffix and the tokens to generate.
         segment_tokens: rows of one prefill segment.
         device_context_bytes: 0 on a CPU.
+        keeps_context: whether all layers' unquantized context stays on the device, for more questions.
     """
+    one_layer = layer_context_bytes(shape, context_tokens)
     return MemoryEstimate(
         weights=weight_bytes,
         kv_cache=kv_bytes,
-        layer_context=layer_context_bytes(shape, context_tokens),
+        layer_context=one_layer,
+        stored_context=(shape.num_layers - 1) * one_layer if keeps_context else 0,
         hidden_states=total_tokens * shape.hidden_size * shape.itemsize,
-        workspace=workspace_bytes(shape, context_tokens, total_tokens, segment_tokens),
+        rotary_tables=total_tokens * shape.head_dim * (2 * shape.itemsize + 8),
+        workspace=workspace_bytes(shape, context_tokens, suffix_tokens, segment_tokens),
         device_context=device_context_bytes,
     )
 

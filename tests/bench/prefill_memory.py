@@ -21,13 +21,13 @@ from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.job import decoder_shape
 from cocktail.kv_cache import MixedKVCache
-from cocktail.model import LoadedModel, load_model
+from cocktail.model import LoadedModel, load_config, load_model, load_tokenizer
 from cocktail.model_folder import ModelFolder
-from cocktail.offload.budget import estimate_peak
-from cocktail.prefill import SEGMENT_TOKENS, prefill
+from cocktail.offload.budget import choose_segment_tokens, estimate_peak
+from cocktail.prefill import prefill
 from cocktail.report import SilentReporter
 
-SUFFIX, GENERATED, CHUNK = 64, 64, 32
+SUFFIX, GENERATED, CHUNK = 250, 64, 32
 
 
 def memory(field: str) -> int:
@@ -47,28 +47,36 @@ def run(loaded: LoadedModel, context_len: int, policy: str) -> MixedKVCache:
     generator = np.random.default_rng(0)
     plan = plan_bits(policy, generator.normal(size=layout.num_chunks).astype(np.float32), 0.6, 0.1)
     ids = torch.from_numpy(generator.integers(10, 1000, context_len + SUFFIX))
-    prefill(loaded.model, cache, ids[:context_len], ids[context_len:], plan)
+    segment_tokens = choose_segment_tokens(decoder_shape(loaded.model.config, geometry, 2), context_len, SUFFIX)
+    prefill(loaded.model, cache, ids[:context_len], ids[context_len:], plan, segment_tokens=segment_tokens)
     return cache
 
 
 def main(folder: str, tokens: str = "8000", policy: str = "cocktail") -> None:
     context_len = int(tokens)
-    loaded = load_model(ModelFolder(Path(folder), folder, folder), Config(device="cpu"), SilentReporter())
+    model_folder = ModelFolder(Path(folder), folder, folder)
+    hf_config, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
+    loaded = load_model(model_folder, hf_config, tokenizer, Config(device="cpu"), SilentReporter())
     run(loaded, 2 * CHUNK, policy)
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     cache = run(loaded, context_len, policy)
     growth = memory("VmHWM") - before
+    shape = decoder_shape(loaded.model.config, cache.geometry, loaded.dtype.itemsize)
     estimate = estimate_peak(
-        decoder_shape(loaded.model.config, cache.geometry, loaded.dtype.itemsize),
+        shape,
         weight_bytes=0,
         kv_bytes=cache.nbytes,
         context_tokens=context_len,
         total_tokens=context_len + cache.tail_capacity,
-        segment_tokens=SEGMENT_TOKENS,
+        suffix_tokens=SUFFIX,
+        segment_tokens=choose_segment_tokens(shape, context_len, SUFFIX),
         device_context_bytes=0,
     )
-    parts = {name: getattr(estimate, name) for name in ("kv_cache", "layer_context", "hidden_states", "workspace")}
+    parts = {
+        name: getattr(estimate, name)
+        for name in ("kv_cache", "layer_context", "hidden_states", "rotary_tables", "workspace")
+    }
     print(
         json.dumps({"growth": growth, "expected": estimate.peak_bytes, "ratio": growth / estimate.peak_bytes, **parts})
     )

@@ -24,5 +24,5 @@ def test_8000_token_prefill_grows_by_what_is_planned(smollm2_folder: Path) -> No
     )
     assert ran.returncode == 0, ran.stderr
     measured = json.loads(ran.stdout)
-    assert measured["workspace"] <= 64_000_000
+    assert measured["workspace"] + measured["rotary_tables"] <= 64_000_000
     assert measured["growth"] <= 1.15 * measured["expected"]

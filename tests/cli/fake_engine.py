@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from cocktail import errors
 from cocktail.answer import (
@@ -24,6 +23,7 @@ from cocktail.answer import (
     Usage,
 )
 from cocktail.config import Config
+from cocktail.engine import Request
 from cocktail.report import Reporter
 
 ERRORS = {
@@ -43,17 +43,6 @@ PIECES = {
     "empty": [],
 }
 
-
-@dataclass(frozen=True)
-class Request:
-    document: str
-    questions: tuple[str, ...]
-    data: bytes | None = None
-    pages: str | None = None
-    password: str | None = None
-    strict: bool = False
-
-
 SEEN: list[tuple[Request, Config]] = []
 
 
@@ -71,7 +60,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
             print("a library's chatter")
         if question == "reason":
             reporter.reasoning("let me think")
-        warnings = ("40 tokens were left out",) if question == "warn" else ()
+        warnings: tuple[str, ...] = ("40 tokens were left out",) if question == "warn" else ()
         for warning in warnings:
             reporter.warn(warning)
         finish = "length" if question == "length" else "stop"
@@ -93,6 +82,10 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
                 raise
             finish = "interrupted"
         text = "Not in the document." if question == "canned" else "".join(shown).strip()
+        if finish == "length":
+            cut = f"the answer was cut at --max-tokens {config.max_tokens}."
+            warnings = (*warnings, cut)
+            reporter.warn(cut)
         yield make_answer(request, question, text, finish, warnings)
         if finish == "interrupted":
             return

@@ -34,6 +34,16 @@ def test_help_version_and_usage_errors_load_nothing_heavy(arguments: list[str]) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_idle_threads_do_not_spin_unless_asked_to(given: str | None) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    if given:
+        variables["OMP_WAIT_POLICY"] = given
+    code = "import os; from cocktail.cli.app import run; run(['-V']); print(os.environ['OMP_WAIT_POLICY'])"
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == (given or "PASSIVE")
+
+
 def test_version_is_one_line(cocktail: Run) -> None:
     for flag in ("-V", "--version"):
         result = cocktail(flag)
@@ -55,8 +65,9 @@ def test_help_names_the_commands_and_every_exit_code(cocktail: Run, flag: str) -
 def test_help_of_ask_names_every_public_option(cocktail: Run) -> None:
     result = cocktail("ask", "-h")
     flags = """-q --question --questions --pages --password --strict -m --model --vram --device --dtype --cache-dir
-    --offline -n --max-tokens --temperature --top-p --top-k --seed --stop -s --system --kv --scorer --chunk-size --alpha
-    --beta -o --output --json --no-stream --stats --quiet -v --verbose --no-progress --color --debug -h --help"""
+    --offline -n --max-tokens --temperature --top-p --top-k --seed --stop -s --system --restate --kv --scorer
+    --chunk-size --alpha --beta -o --output --json --no-stream --stats --quiet -v --verbose --no-progress --color
+    --debug -h --help"""
     words = set(result.out.replace(",", " ").split())
     assert [flag for flag in flags.split() if flag not in words] == []
     assert "\x1b" not in result.out
@@ -73,7 +84,8 @@ def test_a_group_alone_shows_its_help(cocktail: Run, arguments: tuple[str, ...])
 
 def test_completion_can_be_installed() -> None:
     result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="cocktail")
-    assert "_COCKTAIL_COMPLETE" in result.output or result.exit_code == 0
+    assert result.exit_code == 0
+    assert "_COCKTAIL_COMPLETE=complete_bash" in result.output
 
 
 def test_completion_offers_values(spawn: Spawn) -> None:
@@ -97,6 +109,10 @@ def test_each_failure_has_its_exit_code_and_says_so_in_json(cocktail: Run, quest
     assert body["error"]["code"] == ("error" if question == "crash" else question)
     assert body["error"]["message"] in result.err
     assert result.out.count("\n") == 1
+    assert list(body) == list(json.loads(cocktail("ask", "doc", "why", "--json").out))
+    known = {"schema_version", "ok", "finish_reason", "warnings", "error"}
+    assert {key for key, value in body.items() if value is not None} == known
+    assert body["warnings"] == []
 
 
 def test_an_error_says_what_was_found_and_what_to_try(cocktail: Run) -> None:
@@ -274,6 +290,7 @@ def test_complaint_59_ctrl_c_outside_the_answer_is_no_error_report(cocktail: Run
 def test_printable_keeps_text_and_drops_what_steers_a_terminal(terminal: bool) -> None:
     text = "a\tb\nc\u00e9\u4f60\U0001f469\u200d\U0001f467 \u0627\u0644"
     assert printable(text, terminal=terminal) == text
-    assert "\x1b" not in printable("\x1b]0;title\x07", terminal=terminal)
+    # CSI and OSC exist as one character and as two.
+    assert printable("\x1b[2J\x9b2J\x1b]0;t\x9d0;t\x80\x9f", terminal=terminal) == "[2J2J]0;t0;t"
     if terminal:
         assert printable("\x07\x08\r\x7f\x9b\u202e\u2066x", terminal=True) == "x"

@@ -42,8 +42,11 @@ def test_what_was_left_out_is_said_on_standard_error_and_in_json(cocktail: Run) 
     assert "40 tokens" in result.err
 
 
-def test_an_answer_cut_at_max_tokens_is_said(cocktail: Run) -> None:
-    assert "warning: the answer was cut at --max-tokens 5" in cocktail("ask", "doc", "length", "-n", "5", "--quiet").err
+def test_an_answer_cut_at_max_tokens_is_said_once(cocktail: Run) -> None:
+    arguments = ("ask", "doc", "length", "-n", "5", "--quiet")
+    assert cocktail(*arguments).err == "warning: the answer was cut at --max-tokens 5.\n"
+    body = json.loads(cocktail(*arguments, "--json").out)
+    assert body["warnings"] == ["the answer was cut at --max-tokens 5."]
 
 
 def test_complaint_45_reasoning_is_not_on_standard_output(cocktail: Run) -> None:
@@ -69,7 +72,7 @@ def test_what_a_library_prints_is_not_on_standard_output(cocktail: Run) -> None:
         ("canned", "Not in the document.\n"),
         ("wide", "word " * 100 + "\n"),
         ("unicode", "na\u00efve \u4f60\u597d \U0001f469\u200d\U0001f469\u200d\U0001f467\n"),
-        ("escape", "[31mred[0m\x07\x9b2J\u202e[bold]not markup[/bold]\n"),
+        ("escape", "[31mred[0m\x072J\u202e[bold]not markup[/bold]\n"),
     ],
 )
 def test_an_answer_ends_with_one_newline_and_is_not_wrapped(
@@ -159,6 +162,7 @@ def test_flags_variables_and_files_reach_the_engine(
     Path("cocktail.toml").write_text('system = "Be brief."\nseed = 2\n')
     flags = "--pages 2-3 --strict -m folder --vram 8GiB --device cpu --dtype bf16 --cache-dir c --offline -n 7"
     flags += " --temperature 0.5 --top-p 0.9 --top-k 4 --stop A --stop B --scorer bm25 --chunk-size 64 --kv int4"
+    flags += " --restate 5"
     assert cocktail("ask", "doc", "why", *flags.split()).code == 0
     request, config = engine.SEEN[-1]
     assert (request.document, request.questions, request.data) == ("doc", ("why",), None)
@@ -167,7 +171,7 @@ def test_flags_variables_and_files_reach_the_engine(
     assert (config.cache_dir, config.offline, config.max_tokens) == (Path("c"), True, 7)
     assert (config.temperature, config.top_p, config.top_k, config.seed) == (0.5, 0.9, 4, 3)
     assert (config.stop, config.system, config.kv) == (("A", "B"), "Be brief.", "int4")
-    assert (config.scorer, config.chunk_size) == ("bm25", 64)
+    assert (config.scorer, config.chunk_size, config.restate) == ("bm25", 64, 5)
 
 
 def test_options_may_stand_anywhere_and_a_question_may_start_with_a_dash(cocktail: Run, engine: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cocktail.bit_plan import plan_bits
+from cocktail.bit_plan import LABELS, plan_bits
 from cocktail.chunk import Chunk, TokenizedDocument
 from cocktail.cli.inspect import heat_strip
 from cocktail.document import Document, Page
@@ -94,6 +95,14 @@ def test_json_holds_every_page_and_chunk(cocktail: Run) -> None:
 
 def test_an_empty_question_is_wrong_usage(cocktail: Run) -> None:
     assert cocktail("inspect", "doc.pdf", " ").code == 2
+
+
+def test_heat_strip_tells_every_precision_apart() -> None:
+    labels = list(LABELS.values())
+    _, letters = heat_strip([0.5] * len(labels), labels, 80, colored=False)
+    assert letters == "F8432"
+    colored, _ = heat_strip([0.5] * len(labels), labels, 80, colored=True)
+    assert len(set(re.findall(r"\x1b\[(\d+)m[^\x1b]", colored))) == len(labels)
 
 
 def test_heat_strip_fits_the_width_and_keeps_the_peaks() -> None:

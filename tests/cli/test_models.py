@@ -59,12 +59,12 @@ def test_pull_offline_is_exit_7(cocktail: Run) -> None:
 
 
 def test_config_show_names_value_and_origin(cocktail: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("cocktail.toml").write_text('model = "folder"\nstop = ["a", "b"]\n')
+    Path("cocktail.toml").write_text('model = "qwen3-8b"\nstop = ["a", "b"]\n')
     monkeypatch.setenv("COCKTAIL_OFFLINE", "yes")
     monkeypatch.setenv("COCKTAIL_CACHE_DIR", "/c")
     rows = [line.split("  ") for line in cocktail("config", "show").out.splitlines()]
     table = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
-    assert table["model"] == ["folder", "cocktail.toml"]
+    assert table["model"] == ["qwen3-8b", "cocktail.toml"]
     assert table["stop"] == ["a, b", "cocktail.toml"]
     assert table["offline"] == ["true", "COCKTAIL_OFFLINE"]
     assert table["vram"] == ["-", "default"]

@@ -124,6 +124,12 @@ def test_thresholds_from_a_file_do_not_forbid_another_policy() -> None:
         ("model = ", "cocktail.toml is not valid TOML"),
         ("offline = false", "offline"),
         ("cache_dir = '/'", "cache_dir"),
+        ("model = 'someone/evil'", "model in cocktail.toml is 'someone/evil'"),
+        ("model = './folder'", "model in cocktail.toml is './folder'"),
+        ("model = 'bm25'", "model in cocktail.toml is 'bm25'"),
+        ("model = ['x']", "model in cocktail.toml is ['x']"),
+        ("scorer = 'someone/evil'", "scorer in cocktail.toml is 'someone/evil'"),
+        ("scorer = 'smollm2-135m-instruct'", "scorer in cocktail.toml is"),
         ("password = 'x'", "password"),
         ("seed = 1" + " " * 70_000, "cocktail.toml is over"),
     ],
@@ -134,6 +140,28 @@ def test_a_bad_file_is_a_usage_error_that_names_file_and_key(content: str, messa
         resolve({}, {})
     assert message in caught.value.message
     assert "cocktail.toml" in caught.value.message
+
+
+@pytest.mark.parametrize("scorer", ["minilm", "contriever", "bm25", "hybrid"])
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "qwen3-8b"])
+def test_a_project_file_may_name_models_that_are_known_by_name(model: str, scorer: str) -> None:
+    Path("cocktail.toml").write_text(f'model = "{model}"\nscorer = "{scorer}"')
+    config = resolve({}, {}).config()
+    assert (config.model, config.scorer) == (model, scorer)
+
+
+def test_any_model_may_come_from_the_flag_the_variable_or_the_user_file() -> None:
+    Path("cocktail.toml").write_text("model = 'someone/evil'")
+    with pytest.raises(UsageError) as caught:
+        resolve({"model": "someone/good"}, {})
+    for place in ("--model", "COCKTAIL_MODEL", str(user_file())):
+        assert place in str(caught.value.hint)
+    Path("cocktail.toml").unlink()
+    user_file().parent.mkdir(parents=True)
+    user_file().write_text("model = 'org/one'\nscorer = 'org/two'")
+    config = resolve({}, {}).config()
+    assert (config.model, config.scorer) == ("org/one", "org/two")
+    assert resolve({"model": "./folder"}, {"COCKTAIL_SCORER": "org/three"}).config().scorer == "org/three"
 
 
 def test_a_bad_variable_is_named() -> None:

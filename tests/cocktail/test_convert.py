@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
-from cocktail.model import load_model
+from cocktail.model import context_window, load_config, load_model, load_tokenizer
 from cocktail.model_folder import models_dir, verify
 from cocktail.model_source import resolve_model
 from cocktail.report import SilentReporter
@@ -23,7 +23,7 @@ HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 1
 
 def write_gguf(path: Path, architecture: str = "llama") -> dict[str, np.ndarray]:
     """A random Llama with a byte-level tokenizer; returns the tensors that were written."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<|im_start|>", "<|im_end|>"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd", "<|im_start|>", "<|im_end|>"]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(64)
@@ -38,7 +38,7 @@ def write_gguf(path: Path, architecture: str = "llama") -> dict[str, np.ndarray]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * (len(tokens) - 2) + [gguf.TokenType.CONTROL] * 2)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(len(tokens) - 2)
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}")
@@ -94,7 +94,7 @@ def test_own_gguf_is_converted_once_and_runs(
     folder = resolve_model(str(file), config, reporter)
     assert reporter.notes == ["Converting my tiny.gguf to BF16 safetensors (once)."]
     assert folder.path.parent == models_dir(config)
-    assert (folder.name, folder.source, folder.gguf_file) == ("my tiny", f"gguf:{file}", str(file))
+    assert (folder.name, folder.source) == ("my tiny", f"gguf:{file}")
     verify(folder.path)
 
     weights = load_file(folder.path / "model.safetensors")
@@ -107,10 +107,13 @@ def test_own_gguf_is_converted_once_and_runs(
     os.utime(file, ns=(1, 1))
     assert resolve_model(str(file), config, reporter).path != folder.path
 
-    loaded = load_model(folder, config, reporter, attn_implementation="sdpa")
+    loaded = load_model(
+        folder, load_config(folder), load_tokenizer(folder), config, reporter, attn_implementation="sdpa"
+    )
     assert loaded.tokenizer.decode(loaded.tokenizer("ab 한국어 🙂").input_ids) == "ab 한국어 🙂"
     assert loaded.eos_token_ids == {loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    assert loaded.context_window == 64
+    assert loaded.tokenizer.eos_token == "<|im_end|>"
+    assert context_window(load_config(folder)) == 64
     assert loaded.tokenizer.chat_template
     assert loaded.model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     assert capfd.readouterr() == ("", "")

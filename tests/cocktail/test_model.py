@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from cocktail.config import Config
 from cocktail.errors import ModelError, UsageError
@@ -63,7 +70,10 @@ def folder(tmp_path: Path) -> ModelFolder:
 
 
 def load(folder: ModelFolder, config: Config | None = None) -> Any:
-    return load_model(folder, config or Config(device="cpu"), SilentReporter(), attn_implementation="sdpa")
+    hf_config, tokenizer = load_config(folder), load_tokenizer(folder)
+    return load_model(
+        folder, hf_config, tokenizer, config or Config(device="cpu"), SilentReporter(), attn_implementation="sdpa"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -73,12 +83,27 @@ def test_weights_arrive_unchanged(tmp_path: Path, dtype: torch.dtype, tied: bool
     saved = save_model(tmp_path / "tiny", dtype, tied, shard)
     assert (len(list((tmp_path / "tiny").glob("*.safetensors"))) > 1) == (shard == "20KB")
     loaded = load(ModelFolder(tmp_path / "tiny", "tiny", "folder"))
-    assert (loaded.dtype, loaded.device.type, loaded.context_window) == (dtype, "cpu", 128)
+    assert (loaded.dtype, loaded.device.type) == (dtype, "cpu")
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert (loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight) == tied
     for name, weight in saved.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_go_straight_to_the_card(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    given: dict[str, Any] = {}
+
+    def from_pretrained(*_: Any, **options: Any) -> Any:
+        given.update(options)
+        raise OSError("enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelError, match="enough"):
+        load(folder, Config(device=device, dtype="float32"))
+    assert given["device_map"] == ({"": torch.device("cuda")} if device == "cuda" else None)
 
 
 def test_nothing_reaches_the_terminal(folder: ModelFolder, capfd: pytest.CaptureFixture[str]) -> None:
@@ -121,13 +146,6 @@ def test_missing_weights_are_not_made_up(folder: ModelFolder) -> None:
     del weights["model.norm.weight"]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 of its weights, model\.norm\.weight"):
-        load(folder)
-
-
-def test_unsupported_model_is_refused_before_its_weights(folder: ModelFolder) -> None:
-    edit(folder, head_dim=12)
-    (folder.path / "model.safetensors").write_bytes(b"never read")
-    with pytest.raises(ModelError, match="head size is 12"):
         load(folder)
 
 

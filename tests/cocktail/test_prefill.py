@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from cocktail import attention
+from cocktail.attention import forward_logits
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode import generate
 from cocktail.kernels.segment import UNQUANTIZED
 from cocktail.kv_cache import MixedKVCache
-from cocktail.prefill import StoredContext, extend, prefill
+from cocktail.prefill import StoredContext, causal_rows, extend, prefill
 from cocktail.sampling import Sampler
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -148,24 +150,42 @@ def test_rollback_then_other_tokens_equals_a_run_without_the_removed(family: str
 
 @pytest.mark.slow
 def test_smollm2_tokens_equal_transformers_on_5000_tokens(smollm2_folder: Any, shared_data: Any) -> None:
-    from cocktail import attention
-
     attention.register()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
     text = (shared_data / "documents" / "txt" / "elife-56337.txt").read_text(encoding="utf-8")
-    ids = torch.tensor(tokenizer(text, verbose=False).input_ids[:5040])
+    ids = torch.tensor(tokenizer(text, verbose=False).input_ids[:6000])
+    context_len, prompt_len, steps = 4960, 5000, 32
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32, attn_implementation="cocktail")
-    cache, logits = run_prefill(model, ids, 5000, "fp16", 48)
-    generation = generate(model, tokenizer, cache, logits, sampler=Sampler(), eos_token_ids=(), max_tokens=48)
-    # Teacher-forced: one forward over our own tokens gives the reference's choice at each of them.
+    cache, logits = run_prefill(model, ids[:prompt_len], context_len, "fp16", 1000)
+    generation = generate(
+        model, tokenizer, cache, logits, sampler=Sampler(), eos_token_ids=frozenset(), max_tokens=steps
+    )
+    # One forward over our own tokens gives the reference's choice at each of them.
     reference = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32, attn_implementation="sdpa")
-    everything = torch.cat([ids, torch.tensor(generation.token_ids[:-1])])
+    generated = torch.cat([ids[:prompt_len], torch.tensor(generation.token_ids[:-1])])
     with torch.inference_mode():
-        past = DynamicCache(config=reference.config)
-        wanted = reference(everything[None], use_cache=True, logits_to_keep=48, **{cache_argument(reference): past})
-    torch.testing.assert_close(logits, wanted.logits[0, 0], rtol=0, atol=1e-4)
-    top = wanted.logits[0].topk(2)
-    differs = top.indices[:, 0] != torch.tensor(generation.token_ids)
+        past = {cache_argument(reference): DynamicCache(config=reference.config)}
+        wanted = reference(generated[None], use_cache=True, logits_to_keep=steps, **past).logits[0]
+    torch.testing.assert_close(logits, wanted[0], rtol=0, atol=1e-4)
+    assert_same_choice(torch.tensor(generation.token_ids), wanted)
+
+    # Then the document's own next thousand tokens, all positions at once: enough to count one in a thousand.
+    cache.trim(cache.tail_len - (prompt_len - context_len))
+    more = ids[prompt_len:]
+    positions = torch.arange(prompt_len, len(ids))
+    cache.begin_tail(cache.tail_len, causal_rows(cache.tail_len, len(more), "cpu"), positions)
+    past[cache_argument(reference)].crop(-(steps - 1))
+    with torch.inference_mode():
+        ours = forward_logits(model, more, positions, cache, logits_to_keep=0)
+        wanted = reference(more[None], use_cache=True, **past).logits[0]
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+    assert_same_choice(ours.argmax(-1), wanted)
+
+
+def assert_same_choice(chosen: torch.Tensor, logits: torch.Tensor) -> None:
+    """Every token is the reference's, but for at most 0.1 % near-ties (top-2 margin under 1e-4)."""
+    top = logits.topk(2)
+    differs = top.indices[:, 0] != chosen
     near_tie = (top.values[:, 0] - top.values[:, 1]) < 1e-4
     assert not (differs & ~near_tie).any()
     assert differs.float().mean() <= 0.001

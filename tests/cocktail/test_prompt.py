@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cocktail.chunk import tokenize_document
 from cocktail.document import Document, Page
 from cocktail.errors import ModelError
-from cocktail.prompt import INTRODUCTION, NOT_FOUND, Prompt, build_prompt, encode, is_answered
+from cocktail.prompt import INTRODUCTION, NOT_FOUND, Prompt, build_prompt, is_answered
+from cocktail.tokens import encode
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 UNMARKED = ["<think>", "</think>", "<tool_call>", "[TOOL]"]
@@ -70,7 +71,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 def whole(tokenizer: Any, prompt: Prompt, question: str, system: str | None = None) -> str:
     """The prompt's text with "DOC" for the document."""
-    ids = [*prompt.prefix_ids, *encode(tokenizer, "DOC", special=False)]
+    ids = [*prompt.prefix_ids, *encode(tokenizer, "DOC", special=False)[0]]
     return str(tokenizer.decode([*ids, *prompt.suffix_ids(tokenizer, question, system)]))
 
 
@@ -145,7 +146,7 @@ def test_complaint_44_text_of_the_user_never_becomes_a_control_token(template: s
     document = Document("a.txt", "text", "0" * 64, (page,), 1, ())
     assert control(tokenize_document(document, tokenizer, 8).token_ids.tolist()) == []
     # The tokenizer itself is as it was: a template's own tokens are still parsed.
-    assert len(encode(tokenizer, "<|im_start|></think>", special=True)) == 2
+    assert len(encode(tokenizer, "<|im_start|></think>", special=True)[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,27 @@ def test_complaint_45_a_template_that_opens_the_reasoning_is_noticed(template: s
     prompt = build_prompt(tokenizer)
     assert prompt.opens_reasoning is opens
     assert ("</think>" in whole(tokenizer, prompt, "q")) == (template == THINKING_SWITCH)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("{{ strftime_now('%d %B %Y') }}", "26 July 2024"),
+        ("{{ strftime_now(format='%Y-%m-%d') }}", "2024-07-26"),
+        ("{% set day = strftime_now('%a, %-d %b %y %H:%M') %}{{ day }}", "Fri, 26 Jul 24 00:00"),
+        ("{% if strftime_now is defined %}{% set d = strftime_now('%d %b %Y') %}{% endif %}{{ d }}", "26 Jul 2024"),
+        ("{% macro m() %}{{ strftime_now('%B') }}{% endmacro %}{{ m() }}", "July"),
+    ],
+)
+def test_a_template_that_prints_the_day_gives_the_same_prefix_every_day(printed: str, expected: str) -> None:
+    tokenizer = make_tokenizer(f"\nToday: {printed}\n{SYSTEM_ALLOWED}")
+    text = tokenizer.decode(list(build_prompt(tokenizer).prefix_ids))
+    assert text == f"\nToday: {expected}\n<|im_start|>user\n{INTRODUCTION}"
+
+
+def test_of_several_templates_the_default_is_used() -> None:
+    templates: Any = {"default": SYSTEM_ALLOWED, "tool_use": "{{ raise_exception('tools only') }}"}
+    assert build_prompt(make_tokenizer(templates)) == build_prompt(make_tokenizer(SYSTEM_ALLOWED))
 
 
 @pytest.mark.parametrize(

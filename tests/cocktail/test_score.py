@@ -15,7 +15,17 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from cocktail.config import Config
 from cocktail.errors import ModelError
 from cocktail.report import SilentReporter
-from cocktail.score import Bm25Scorer, EncoderScorer, HybridScorer, Scorer, make_scorer, min_max, smooth, words
+from cocktail.score import (
+    Bm25Scorer,
+    EncoderScorer,
+    HybridScorer,
+    Scorer,
+    make_scorer,
+    min_max,
+    resolve_scorer,
+    smooth,
+    words,
+)
 
 PASSAGES = [
     "the cat sat on the mat",
@@ -221,10 +231,11 @@ def test_scorers_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return cocktail.model_source.ModelFolder(folder, name, "test")
 
     monkeypatch.setattr(cocktail.model_source, "resolve_encoder", resolve)
-    made: list[Scorer] = [
-        make_scorer(name, Config(device="cpu"), SILENT)
-        for name in ("bm25", "minilm", "hybrid", "contriever", str(folder))
-    ]
+    config = Config(device="cpu")
+    names = ("bm25", "minilm", "hybrid", "contriever", str(folder))
+    folders = {name: resolve_scorer(name, config, SILENT) for name in names}
+    assert folders == {name: None if name == "bm25" else folder for name in names}
+    made: list[Scorer] = [make_scorer(name, path, config) for name, path in folders.items()]
     assert [scorer.name for scorer in made] == ["bm25", "minilm", "hybrid", "contriever", str(folder)]
     assert asked == ["minilm", "minilm", "contriever", str(folder)]
     for scorer in made:
@@ -235,4 +246,4 @@ def test_scorers_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_encoder_offline_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
-        make_scorer("minilm", Config(offline=True, cache_dir=tmp_path, device="cpu"), SILENT)
+        resolve_scorer("minilm", Config(offline=True, cache_dir=tmp_path, device="cpu"), SILENT)

@@ -123,23 +123,23 @@ def test_many_tiles_equal_one(tile_tokens: int, pair: tuple[int, int], monkeypat
     # The first rows see nothing of the tail.
     mask = torch.ones((6, 6), dtype=torch.bool).tril(diagonal=-2)
     whole = mixed_attention(query, segments, tail_key, tail_value, mask, 0.125)
-    monkeypatch.setattr(mixed_attention_ref, "TILE_TOKENS", tile_tokens)
+    monkeypatch.setattr(mixed_attention_ref, "attention_tile_tokens", lambda rows, heads: tile_tokens)
     for segment in segments:
-        tiles = [k.shape[1] for k, _ in mixed_attention_ref.tiles(segment)]
+        tiles = [k.shape[1] for k, _ in mixed_attention_ref.tiles(segment, tile_tokens)]
         assert sum(tiles) == segment.num_tokens
         assert len(tiles) > 1
     assert_close_rms(mixed_attention(query, segments, tail_key, tail_value, mask, 0.125), whole, 1e-5, "tiles")
 
 
 def test_a_long_unquantized_block_is_read_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_attention_ref, "TILE_TOKENS", 8)
+    monkeypatch.setattr(mixed_attention_ref, "attention_tile_tokens", lambda rows, heads: 8)
     generator = torch.Generator().manual_seed(2)
     segment, key, value = random_segment(generator, (UNQUANTIZED, UNQUANTIZED), blocks=2, block_size=21)
     shuffled = dataclasses.replace(segment, block_table=torch.tensor([1, 0, 1], dtype=torch.int32))
-    assert [k.shape[1] for k, _ in mixed_attention_ref.tiles(segment)] == [8, 8, 5] * 2
+    assert [k.shape[1] for k, _ in mixed_attention_ref.tiles(segment, 8)] == [8, 8, 5] * 2
     for each, order in ((segment, [0, 1]), (shuffled, [1, 0, 1])):
-        read_key = torch.cat([k for k, _ in mixed_attention_ref.tiles(each)], dim=1)
-        read_value = torch.cat([v for _, v in mixed_attention_ref.tiles(each)], dim=1)
+        read_key = torch.cat([k for k, _ in mixed_attention_ref.tiles(each, 8)], dim=1)
+        read_value = torch.cat([v for _, v in mixed_attention_ref.tiles(each, 8)], dim=1)
         assert torch.equal(read_key, torch.cat([key[:, 21 * b : 21 * b + 21] for b in order], dim=1))
         assert torch.equal(read_value, torch.cat([value[:, 21 * b : 21 * b + 21] for b in order], dim=1))
 
@@ -158,7 +158,7 @@ def test_order_of_segments_changes_nothing() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_block_table_selects_and_repeats_blocks(pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_attention_ref, "TILE_TOKENS", 20)
+    monkeypatch.setattr(mixed_attention_ref, "attention_tile_tokens", lambda rows, heads: 20)
     generator = torch.Generator().manual_seed(4)
     key, value = (t.unflatten(1, (6, 9)) for t in random_kv(generator, 2, 54, 64))
     table = [5, 0, 3, 3, 1]

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from cocktail.errors import BudgetError
 from cocktail.offload.budget import (
     CUDA_CONTEXT_BYTES,
+    MAX_SEGMENT_TOKENS,
+    MIN_SEGMENT_TOKENS,
+    WORKSPACE_BYTES,
     DecoderShape,
     MemoryEstimate,
     check_budget,
+    choose_segment_tokens,
     estimate_peak,
     format_bytes,
     layer_context_bytes,
@@ -23,6 +27,7 @@ from cocktail.settings import parse_size
 
 # Qwen2.5-7B-Instruct in bfloat16.
 SHAPE = DecoderShape(
+    num_layers=28,
     hidden_size=3584,
     intermediate_size=18944,
     num_heads=28,
@@ -37,10 +42,12 @@ def estimate(context_tokens: int = 8192, *, shape: DecoderShape = SHAPE, **chang
     sizes = {
         "weight_bytes": 15_231_233_024,
         "kv_bytes": 150_000_000,
+        "suffix_tokens": 200,
         "total_tokens": context_tokens + 300,
         "segment_tokens": 512,
         "device_context_bytes": CUDA_CONTEXT_BYTES,
     }
+    changes.setdefault("keeps_context", True)
     return estimate_peak(shape, context_tokens=context_tokens, **{**sizes, **changes})
 
 
@@ -88,6 +95,8 @@ def test_the_peak_is_the_sum_of_all_parts() -> None:
     assert parts.weights == 15_231_233_024
     assert parts.layer_context == 2 * 8192 * 4 * 128 * 2
     assert parts.hidden_states == (8192 + 300) * 3584 * 2
+    assert parts.stored_context == 27 * parts.layer_context
+    assert estimate(keeps_context=False).stored_context == 0
     assert estimate(device_context_bytes=0).peak_bytes == parts.peak_bytes - CUDA_CONTEXT_BYTES
 
 
@@ -124,14 +133,28 @@ def test_complaint_23_no_part_grows_with_vocabulary_times_prompt_length() -> Non
 
 
 def test_complaint_23_beyond_the_cache_a_token_costs_little_more_than_its_hidden_state() -> None:
-    longer = estimate(context_tokens=65_537).peak_bytes - estimate(context_tokens=65_536).peak_bytes
+    longer, long = (estimate(tokens, keeps_context=False).peak_bytes for tokens in (65_537, 65_536))
     hidden, layer = SHAPE.hidden_size * SHAPE.itemsize, layer_context_bytes(SHAPE, 1)
-    assert longer < 2 * (hidden + layer)
+    assert longer - long < 2 * (hidden + layer)
 
 
 def test_the_workspace_of_a_short_prompt_is_that_of_its_own_length() -> None:
     assert workspace_bytes(SHAPE, 10, 40, 512) == workspace_bytes(SHAPE, 10, 40, 40)
-    assert workspace_bytes(SHAPE, 10, 40, 512) < workspace_bytes(SHAPE, 4096, 4200, 512)
+    assert workspace_bytes(SHAPE, 10, 40, 512) < workspace_bytes(SHAPE, 4096, 40, 512)
+
+
+@pytest.mark.parametrize("context_tokens", [100, 8192, 32_768])
+def test_segments_are_as_long_as_the_workspace_allows(context_tokens: int) -> None:
+    smollm2 = DecoderShape(30, 576, 1536, 9, 3, 64, 49_152, 2)
+    rows = choose_segment_tokens(smollm2, context_tokens, 250)
+    assert workspace_bytes(smollm2, context_tokens, 250, rows) <= WORKSPACE_BYTES
+    assert rows == MAX_SEGMENT_TOKENS or workspace_bytes(smollm2, context_tokens, 250, rows + 64) > WORKSPACE_BYTES
+    assert MIN_SEGMENT_TOKENS <= choose_segment_tokens(SHAPE, context_tokens, 250) <= MAX_SEGMENT_TOKENS
+
+
+def test_a_mask_for_every_sliding_window_is_counted() -> None:
+    masks = [workspace_bytes(replace(SHAPE, num_masks=count), 8192, 200, 256) for count in (1, 2, 3)]
+    assert masks[1] - masks[0] == masks[2] - masks[1] == 256 * (8192 + 256) * SHAPE.itemsize
 
 
 def test_a_run_that_fits_exactly_is_let_through() -> None:
@@ -143,9 +166,11 @@ def test_a_run_that_does_not_fit_says_what_is_needed_what_was_given_and_what_to_
         check_budget(estimate(), 8 * 10**9)
     error = caught.value
     assert error.exit_code == 6
-    assert error.message.startswith("The run needs 16.1 GB (weights 15.2 GB, kv cache 150 MB, layer context 16.8 MB, ")
+    assert error.message.startswith(
+        "The run needs 16.5 GB (weights 15.2 GB, kv cache 150 MB, layer context 16.8 MB, stored context 453 MB, "
+    )
     assert error.message.endswith("; the budget is 8.00 GB.")
-    assert error.hint == "Give --vram 16.1GB or more, or use a smaller model (-m)."
+    assert error.hint == "Give --vram 16.5GB or more, or use a smaller model (-m)."
 
 
 @pytest.mark.parametrize(

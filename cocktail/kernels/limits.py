@@ -1,0 +1,13 @@
+"""How much the reference kernels unpack at a time; their temporary memory follows from it."""
+
+from __future__ import annotations
+
+# Context tokens unpacked at a time, and bytes of float32 scores that all rows may make of them.
+MAX_TILE_TOKENS, MIN_TILE_TOKENS, SCORE_BYTES = 2048, 256, 16_000_000
+# Keys or values quantized at a time, and bytes that each of them takes meanwhile.
+QUANTIZE_VALUES, QUANTIZE_BYTES_PER_VALUE = 1 << 20, 16
+
+
+def attention_tile_tokens(rows: int, num_heads: int) -> int:
+    """Context tokens that attention of so many query rows unpacks at a time."""
+    return max(MIN_TILE_TOKENS, min(MAX_TILE_TOKENS, SCORE_BYTES // (4 * rows * num_heads)))

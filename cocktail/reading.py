@@ -1,0 +1,111 @@
+"""What the model will read: the document's tokens that fit its window, their scores, and each question's suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cocktail.chunk import TokenizedDocument, select_window, tokenize_document
+from cocktail.citation import best_quotes
+from cocktail.config import Config
+from cocktail.document import Document
+from cocktail.model import check_supported, context_window, load_config, load_tokenizer
+from cocktail.model_folder import ModelFolder
+from cocktail.prompt import Prompt, build_prompt
+from cocktail.report import Reporter
+from cocktail.score import make_scorer, resolve_scorer
+from cocktail.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A document as one model reads it for some questions.
+
+    `tokenized` holds what fits the window and `truncated_tokens` says how much of the document does not; `scores` is
+    [num_questions, num_chunks], float32, of the chunks kept; `suffixes` are each question's tokens after the document;
+    `tail_capacity` is the longest suffix and the longest answer together.
+    """
+
+    document: Document
+    folder: ModelFolder
+    hf_config: Any
+    tokenizer: Any
+    prompt: Prompt
+    tokenized: TokenizedDocument
+    truncated_tokens: int
+    scores: np.ndarray
+    suffixes: tuple[list[int], ...]
+    tail_capacity: int
+
+
+def read_for_questions(
+    document: Document,
+    questions: Sequence[str],
+    folder: ModelFolder,
+    config: Config,
+    reporter: Reporter,
+    watch: Stopwatch,
+) -> Reading:
+    """Tokenizes and scores the document and selects what fits the window, one selection for all questions.
+
+    Raises:
+        ModelError: the model is unsupported, or its tokenizer or template does not work.
+        UsageError: the window has no room for the document beside question and answer.
+    """
+    with watch.measure("load"):
+        hf_config = load_config(folder)
+        check_supported(hf_config)
+        tokenizer = load_tokenizer(folder)
+        prompt = build_prompt(tokenizer)
+    with watch.measure("parse"):
+        whole = tokenize_document(document, tokenizer, config.chunk_size, reporter)
+    scores = _score(whole, questions, config, reporter, watch)
+
+    def suffix(tokenized: TokenizedDocument, question: str, row: np.ndarray, restate: int) -> list[int]:
+        passages = [quote.text for quote in best_quotes(tokenized, question, "", row, restate)] if restate else []
+        # The closest comes last, next to the question.
+        return prompt.suffix_ids(tokenizer, question, config.system, passages[::-1])
+
+    suffixes = [suffix(whole, q, row, config.restate) for q, row in zip(questions, scores, strict=True)]
+    tail_capacity = max(map(len, suffixes)) + config.max_tokens
+    room = context_window(hf_config) - len(prompt.prefix_ids) - tail_capacity
+    tokenized, truncated = select_window(whole, scores, room)
+    if truncated:
+        scores = scores[:, [chunk.index for chunk in tokenized.chunks]]
+        reporter.warn(
+            f"the document has {len(whole.token_ids):,} tokens and the model's window has room for {room:,}: "
+            f"{truncated:,} tokens, those farthest from the question, were left out."
+        )
+        # Only what is read may be repeated, and in no more tokens than were set aside.
+        for index, question in enumerate(questions):
+            choices = (suffix(tokenized, question, scores[index], count) for count in range(config.restate, -1, -1))
+            suffixes[index] = next(ids for ids in choices if len(ids) + config.max_tokens <= tail_capacity)
+    return Reading(
+        document=document,
+        folder=folder,
+        hf_config=hf_config,
+        tokenizer=tokenizer,
+        prompt=prompt,
+        tokenized=tokenized,
+        truncated_tokens=truncated,
+        scores=scores,
+        suffixes=tuple(suffixes),
+        tail_capacity=tail_capacity,
+    )
+
+
+def _score(
+    tokenized: TokenizedDocument, questions: Sequence[str], config: Config, reporter: Reporter, watch: Stopwatch
+) -> np.ndarray:
+    """Scores of every chunk for every question, [num_questions, num_chunks], float32."""
+    if not tokenized.chunks:
+        return np.zeros((len(questions), 0), dtype=np.float32)
+    folder = resolve_scorer(config.scorer, config, reporter)
+    with watch.measure("load"):
+        scorer = make_scorer(config.scorer, folder, config)
+    with watch.measure("score"):
+        passages = [tokenized.chunk_text(position) for position in range(len(tokenized.chunks))]
+        return scorer.score(passages, questions, reporter)
