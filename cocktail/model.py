@@ -20,22 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cocktail.architecture import check_supported
 from cocktail.config import Config
 from cocktail.errors import ModelError, UsageError
 from cocktail.model_folder import ModelFolder, check_files, safetensors_header, weight_files
 from cocktail.report import Reporter
-
-__all__ = [
-    "LoadedModel",
-    "check_supported",
-    "context_window",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "quiet_transformers",
-    "resolve_device_dtype",
-]
 
 # What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")

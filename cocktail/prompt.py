@@ -13,9 +13,9 @@ from cocktail.tokens import encode
 
 NOT_FOUND = "Not in the document."
 INTRODUCTION = "Here is a document:\n\n"
-RESTATED = "\n\nThese passages of the document are closest to the question:\n\n"
+RESTATED = "\n\nThe passages of the document that fit the question best:\n\n"
 INSTRUCTION = (
-    "\n\nAnswer the question using only the document. Be brief. "
+    "\n\nUsing only the document, answer in one short sentence. "
     f'If the document does not contain the answer, reply exactly: "{NOT_FOUND}"'
 )
 # Private-use characters mark the places to fill; a template passes them through.

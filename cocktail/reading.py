@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from cocktail.architecture import check_supported
 from cocktail.chunk import TokenizedDocument, select_window, tokenize_document
 from cocktail.citation import best_quotes
 from cocktail.config import Config
 from cocktail.document import Document
-from cocktail.model import check_supported, context_window, load_config, load_tokenizer
+from cocktail.model import context_window, load_config, load_tokenizer
 from cocktail.model_folder import ModelFolder
 from cocktail.prompt import Prompt, build_prompt
 from cocktail.report import Reporter

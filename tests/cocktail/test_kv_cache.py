@@ -221,7 +221,7 @@ def test_commit_of_a_contiguous_run_moves_nothing() -> None:
     pointers = [(layer.key.data_ptr(), layer.value.data_ptr()) for layer in layers]
     versions = [(layer.key._version, layer.value._version) for layer in layers]
     sealed.cache.commit(range(4, 9))
-    sealed.cache.commit(torch.tensor([9]).tolist())
+    sealed.cache.commit([9])
     sealed.cache.commit([])
     assert sealed.cache.tail_len == 10
     assert [(layer.key.data_ptr(), layer.value.data_ptr()) for layer in layers] == pointers
