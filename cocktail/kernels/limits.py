@@ -5,7 +5,7 @@ from __future__ import annotations
 # Context tokens unpacked at a time, and bytes of float32 scores that all rows may make of them.
 MAX_TILE_TOKENS, MIN_TILE_TOKENS, SCORE_BYTES = 2048, 256, 16_000_000
 # Keys or values quantized at a time, and bytes that each of them takes meanwhile.
-QUANTIZE_VALUES, QUANTIZE_BYTES_PER_VALUE = 1 << 20, 16
+QUANTIZE_VALUES, QUANTIZE_BYTES_PER_VALUE = 1 << 20, 20
 
 
 def attention_tile_tokens(rows: int, num_heads: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,29 +15,44 @@ from cocktail.kernels.segment import UNQUANTIZED, Segment
 # Below float16's normal range, yet precise to 1 %: a constant group gets this scale instead of zero.
 SCALE_EPSILON = 2.0**-17
 HALF_MAX = torch.finfo(torch.float16).max
+# Two-bit keys clip their outliers; with plain min-max, four levels leave most keys at one of two values.
+KEY_SHARES = {2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}
 
 
-def quantize_groups(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric min-max quantization of groups that lie along `dim`.
+def quantize_groups(
+    x: torch.Tensor, bits: int, dim: int, shares: Sequence[float] = (1.0,)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric quantization of groups that lie along `dim`.
 
-    scale = max((max - min) / (2**bits - 1), epsilon), zero = min, both rounded to float16 before the
-    codes are taken: code = clamp(round((x - zero) / scale), 0, 2**bits - 1); x is about code * scale + zero.
+    For a share c of the range: scale = max(c (max - min) / (2**bits - 1), epsilon) and
+    zero = min + (1 - c) (max - min) / 2, both rounded to float16 before the codes are taken;
+    code = clamp(round((x - zero) / scale), 0, 2**bits - 1), and x is about code * scale + zero. Each group takes the
+    share with the least squared error, the first of equals; the share 1 is plain min-max.
 
     Args:
         x: any float tensor.
         bits: 2, 3, 4 or 8.
         dim: the axis that shares one scale; it has size 1 in the returned scale and zero.
+        shares: shares of the range to try, at most 1.
 
     Returns:
         codes (uint8, the shape of x), scale and zero (float16).
     """
     x = x.float()
     low, high = x.aminmax(dim=dim, keepdim=True)
-    levels = 2**bits - 1
-    scale = ((high - low) / levels).clamp(SCALE_EPSILON, HALF_MAX).half()
-    zero = low.clamp(-HALF_MAX, HALF_MAX).half()
-    codes = (x - zero.float()).div_(scale.float()).round_().clamp_(0, levels).to(torch.uint8)
-    return codes, scale, zero
+    spread, levels = (high - low).clamp_(max=torch.finfo(torch.float32).max), 2**bits - 1
+    best: list[torch.Tensor] = []
+    for share in shares:
+        scale = (spread * share / levels).clamp(SCALE_EPSILON, HALF_MAX).half()
+        zero = (low + spread * ((1 - share) / 2)).clamp(-HALF_MAX, HALF_MAX).half()
+        rounded = (x - zero.float()).div_(scale.float()).round_().clamp_(0, levels)
+        codes = rounded.to(torch.uint8)
+        if len(shares) == 1:
+            return codes, scale, zero
+        error = rounded.mul_(scale.float()).add_(zero.float()).sub_(x).square_().sum(dim=dim, keepdim=True)
+        found = [error, codes, scale, zero]
+        best = [torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True)] if best else found
+    return best[1], best[2], best[3]
 
 
 def quantize_pack_ref(
@@ -59,7 +75,7 @@ def _quantize_batch(
     key, value = key.index_select(1, blocks), value.index_select(1, blocks)
     k_scale = k_zero = v_scale = v_zero = None
     if k_bits != UNQUANTIZED:
-        codes, k_scale, k_zero = quantize_groups(key, k_bits, dim=2)
+        codes, k_scale, k_zero = quantize_groups(key, k_bits, 2, KEY_SHARES.get(k_bits, (1.0,)))
         key, k_scale, k_zero = pack(codes, k_bits), k_scale.squeeze(2), k_zero.squeeze(2)
     if v_bits != UNQUANTIZED:
         codes, v_scale, v_zero = quantize_groups(value.unflatten(-1, (-1, v_group_size)), v_bits, dim=-1)

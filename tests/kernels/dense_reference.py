@@ -7,35 +7,42 @@ import torch
 
 EPSILON = 2.0**-17
 HALF_MAX = 65504.0
+CLIP_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
-def round_trip(x: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """`x` after asymmetric min-max quantization of groups along `axis`, float32; unchanged at 16 bits.
+def round_trip(x: torch.Tensor, bits: int, axis: int, shares: tuple[float, ...] = (1.0,)) -> torch.Tensor:
+    """`x` after asymmetric quantization of groups along `axis`, float32; unchanged at 16 bits.
 
-    scale = (max - min) / (2**bits - 1) but no less than epsilon, zero = min, both rounded to float16.
+    With the share c of a group's range that has the least squared error: scale = c (max - min) / (2**bits - 1) but no
+    less than epsilon, zero = min + (1 - c) (max - min) / 2, both rounded to float16.
     """
     values = x.float().numpy()
     if bits == 16:
         return torch.from_numpy(values)
     top = np.float32(2**bits - 1)
     low, high = values.min(axis=axis, keepdims=True), values.max(axis=axis, keepdims=True)
-    scale = np.clip((high - low) / top, EPSILON, HALF_MAX).astype(np.float16).astype(np.float32)
-    zero = np.clip(low, -HALF_MAX, HALF_MAX).astype(np.float16).astype(np.float32)
-    codes = np.clip(np.rint((values - zero) / scale), 0, top)
-    return torch.from_numpy(codes * scale + zero)
+    tried = []
+    for share in shares:
+        scale = np.clip((high - low) * np.float32(share) / top, EPSILON, HALF_MAX).astype(np.float16).astype(np.float32)
+        start = low + (high - low) * np.float32((1 - share) / 2)
+        zero = np.clip(start, -HALF_MAX, HALF_MAX).astype(np.float16).astype(np.float32)
+        tried.append(np.clip(np.rint((values - zero) / scale), 0, top) * scale + zero)
+    errors = np.stack([((t.astype(np.float64) - values) ** 2).sum(axis=axis, keepdims=True) for t in tried])
+    return torch.from_numpy(np.take_along_axis(np.stack(tried), errors.argmin(axis=0)[None], axis=0)[0])
 
 
 def round_trip_block(
     key: torch.Tensor, value: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's keys, quantized per channel over its tokens, and its values, per token and group of channels.
+    """A block's keys, per channel over its tokens (clipped at two bits), and its values, per token and group.
 
     Args:
         key: [num_kv_heads, block_size, head_dim].
         value: as `key`.
     """
     groups = value.reshape(*value.shape[:2], -1, v_group_size)
-    return round_trip(key, k_bits, axis=1), round_trip(groups, v_bits, axis=3).reshape(value.shape)
+    shares = CLIP_SHARES if k_bits == 2 else (1.0,)
+    return round_trip(key, k_bits, axis=1, shares=shares), round_trip(groups, v_bits, axis=3).reshape(value.shape)
 
 
 def dense_attention(

@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 
 from cocktail.kernels.packing import unpack
 from cocktail.kernels.quantize_pack import quantize_pack
-from cocktail.kernels.quantize_pack_ref import SCALE_EPSILON, dequantize_blocks, quantize_groups
+from cocktail.kernels.quantize_pack_ref import KEY_SHARES, SCALE_EPSILON, dequantize_blocks, quantize_groups
 from cocktail.kernels.segment import CODE_BITS, UNQUANTIZED
 from tests.kernels.dense_reference import round_trip, round_trip_block
 
@@ -177,3 +177,28 @@ def test_shapes_and_widths_that_cannot_be_held_are_refused(
     key, value = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         quantize_pack(key, value, torch.tensor([0]), *bits, group)
+
+
+def test_clipping_never_raises_the_error_and_lowers_it_for_outliers() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn((6, 32), generator=generator)
+    x[:3, 0] = 20.0
+
+    def error(shares: tuple[float, ...]) -> torch.Tensor:
+        codes, scale, zero = quantize_groups(x, 2, 1, shares)
+        return (codes.float() * scale.float() + zero.float() - x).square().sum(dim=1)
+
+    plain, searched = error((1.0,)), error(KEY_SHARES[2])
+    assert (searched <= plain).all()
+    assert (searched < 0.9 * plain).any()
+
+
+def test_only_two_bit_keys_are_clipped() -> None:
+    assert list(KEY_SHARES) == [2]
+    key, value = torch.randn((2, 2, 32, 16), generator=torch.Generator().manual_seed(6)).unbind()
+    for bits in (2, 3, 4, 8):
+        segment = quantize_pack(key[:, None], value[:, None], torch.tensor([0]), bits, bits, 16)
+        spread = key.amax(dim=1) - key.amin(dim=1)
+        plain = (spread / (2**bits - 1)).half()
+        assert segment.k_scale is not None
+        assert torch.equal(segment.k_scale[:, 0], plain) == (bits != 2)
