@@ -24,7 +24,7 @@ test-gpu: ## the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu
 
 bench: ## one question about the handbook, with its times and bytes
-	$(PYTHON) -m cocktail.cli.app ask examples/handbook.pdf "Which environment variable gives the password?" --stats
+	$(PYTHON) -m cocktail.cli.app ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats
 
 handbook: ## examples/handbook.pdf from docs/handbook/
 	$(PYTHON) docs/build_handbook.py
