@@ -15,6 +15,8 @@ from cocktail.report import SilentReporter
 from cocktail.score import Bm25Scorer, min_max, smooth
 
 QUOTE_CHARS = 300
+# Quotes begin this many characters apart, or text of very short sentences would be read a hundred times over.
+SPACING = 40
 # A citation this much weaker than the best one is left out rather than shown as support.
 WEAKEST_SHARE = 0.75
 _SENTENCE_END = regex.compile(r"\p{STerm}[\p{Pe}\p{Pf}\"']*(?=\s)|[\u3002\uff01\uff1f][\p{Pe}\p{Pf}]*|\n\s*\n")
@@ -110,7 +112,7 @@ def best_quotes(
     for i in np.argsort(-support, kind="stable").tolist():
         if len(chosen) == limit or support[i] < WEAKEST_SHARE * support[chosen[:1]].sum():
             break
-        if not any(_touch(spans[i], spans[j]) for j in chosen):
+        if not any(_touch(spans[i], spans[j]) or texts[i] == texts[j] for j in chosen):
             chosen.append(i)
     return [Quote(*spans[i], texts[i], held[i], float(support[i])) for i in chosen]
 
@@ -121,14 +123,16 @@ def _touch(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
 
 
 def _quotes(text: str) -> Iterator[tuple[int, int]]:
-    """For each sentence of a page, the span of it and of as many that follow as fit a quote."""
-    sentences = list(_sentences(text))
-    for i, (start, end) in enumerate(sentences):
-        for _, later_end in sentences[i + 1 :]:
-            if later_end - start > QUOTE_CHARS:
-                break
-            end = later_end
-        yield start, end
+    """For each sentence of a page, but for short ones after another, the span of it and what follows within a quote."""
+    spans = np.array(list(_sentences(text)), dtype=np.int64).reshape(-1, 2)
+    starts, ends = spans[:, 0], spans[:, 1]
+    # The last sentence that ends within a quote's length of the start; the first one may be all there is.
+    last = np.maximum(np.searchsorted(ends, starts + QUOTE_CHARS, side="right") - 1, np.arange(len(spans)))
+    begun = -SPACING
+    for start, end in zip(starts.tolist(), ends[last].tolist(), strict=True):
+        if start >= begun + SPACING:
+            begun = start
+            yield start, end
 
 
 def _sentences(text: str) -> Iterator[tuple[int, int]]:

@@ -118,7 +118,7 @@ def test_weak_passages_are_not_shown_as_support() -> None:
 
 
 def test_limit() -> None:
-    parts = tokenized(["The vault opens with the number 7315."] * 5)
+    parts = tokenized([f"The vault {name} opens with the number 7315." for name in "ABCDE"])
     assert len(cited(parts, "Which number opens the vault?", "7315", limit=2)) == 2
 
 
@@ -171,3 +171,15 @@ def test_the_page_of_a_known_answer_is_cited_first() -> None:
         hits["no answer"] += cited(parts, item["question"], "")[0].page == page
     assert hits["answer"] >= 0.9 * len(sample)
     assert hits["no answer"] >= 0.8 * len(sample)
+
+
+def test_a_text_that_repeats_itself_is_quoted_once() -> None:
+    page = f"The code word is heliotrope. {FILLER * 4}"
+    citations = cited(tokenized([page] * 4), "What is the code word?", "heliotrope")
+    assert [c.quote for c in citations if "heliotrope" in c.quote] == [citations[0].quote]
+
+
+def test_a_page_of_very_many_sentences_is_cited() -> None:
+    """Finding where each quote ends must not copy all sentences that follow: 300,000 of them took minutes."""
+    page = "a.\n" * 10_000 + "The code word is heliotrope.\n" + "b.\n" * 10_000
+    assert "heliotrope" in cited(tokenized([page]), "What is the code word?", "heliotrope")[0].quote
