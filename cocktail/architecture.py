@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cocktail.errors import ModelError
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Architectures whose attention adds learned sink logits to each row; their configurations do not say so.
 _ATTENTION_SINKS = frozenset(
@@ -77,7 +79,10 @@ def _refusal(config: PretrainedConfig) -> str | None:
         return "it is multimodal (its configuration nests a text_config)"
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         return f"its weights are quantized ({_quant_method(quantization)}); use the BF16, FP16 or FP32 checkpoint"
+    if config.dtype not in (None, *_DTYPES):
+        return f"its dtype is {config.dtype}; bfloat16, float16 or float32 is needed"
     names = config.architectures or []
+    names = [names] if isinstance(names, str) else names
     if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return f"{names[0]} is not a causal decoder"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -127,5 +132,6 @@ def _attention_refusal(config: PretrainedConfig) -> str | None:
 
 
 def _quant_method(quantization: Any) -> str:
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    method = getattr(method, "quant_method", method)
     return str(getattr(method, "value", method))

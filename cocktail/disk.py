@@ -12,10 +12,25 @@ from pathlib import Path
 from cocktail.errors import ModelError
 from cocktail.offload.budget import format_bytes
 
+# What the system says of a folder that cannot be made or written.
+_UNUSABLE = frozenset(
+    (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EINVAL,
+    )
+)
+
 
 @contextmanager
 def map_disk_errors(root: Path) -> Iterator[None]:
-    """Turns a full, read-only or forbidden disk into a ModelError."""
+    """Turns a full, read-only, forbidden or impossible folder into a ModelError."""
     try:
         yield
     except OSError as error:
@@ -25,7 +40,7 @@ def map_disk_errors(root: Path) -> Iterator[None]:
                 f"The disk of {root} is full: {format_bytes(free)} are free.",
                 "Free some space or choose another --cache-dir.",
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in _UNUSABLE:
             raise ModelError(
                 f"{root} cannot be written: {error.strerror}.", "Choose another folder with --cache-dir."
             ) from error

@@ -119,7 +119,11 @@ def _read_file(path: str) -> bytes:
             raise DocumentError(f"{path} is a device, not a document.", SUPPORTED)
         return Path(path).read_bytes()
     except FileNotFoundError as error:
-        raise DocumentError(f"{path} does not exist.", f"Looked in {Path.cwd()}; check the spelling.") from error
+        try:
+            hint = f"Looked in {Path.cwd()}; check the spelling."
+        except OSError:  # the current folder was deleted
+            hint = "The current folder does not exist either."
+        raise DocumentError(f"{path} does not exist.", hint) from error
     except PermissionError as error:
         raise DocumentError(f"{path} may not be read: permission denied.", "Check the file's permissions.") from error
     except (OSError, ValueError) as error:
@@ -157,9 +161,13 @@ def _check_text(read: list[Page], page_count: int, file_format: str, name: str, 
             raise NoTextError(f"{name} holds only white space.", "Give a file that holds text.")
         return
     if len(empty) == len(read):
-        which = f"none of the {len(read)} pages" if len(read) > 1 else f"page {read[0].number}"
         chosen = f" chosen (of {page_count})" if len(read) < page_count else ""
-        raise NoTextError(f"{name} has no text: {which}{chosen} holds any; blank or a scan.", OCR_HINT)
+        if len(read) > 1:
+            found = f"none of the {len(read)} pages{chosen} holds any; they are blank or scanned"
+        else:
+            which = f"page {read[0].number}{chosen}" if chosen else "its only page"
+            found = f"{which} is blank or scanned"
+        raise NoTextError(f"{name} has no text: {found}.", OCR_HINT)
     if empty:
         few = "holds" if len(empty) == 1 else "hold"
         warn(f"{name}: {format_pages(empty)} of {page_count} {few} no text (empty or scanned). {OCR_HINT}")

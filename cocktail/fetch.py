@@ -70,7 +70,7 @@ def convert_local_gguf(file: Path, config: Config, reporter: Reporter) -> Path:
     status = file.stat()
     key = hashlib.sha256(f"{file}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = models_dir(config) / f"gguf-{key}"
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         return folder
 
     def install(work: Path) -> None:
@@ -216,16 +216,19 @@ def run_pip(arguments: list[str], folder: Path, progress: Callable[[int], None])
     """Runs `pip download` without dependencies; returns its exit code and the last line of its complaint.
 
     Args:
-        arguments: What to download and where to.
-        folder: pip's temporary folder as well, so that its size shows the progress.
+        arguments: What to download and where to; paths are absolute.
+        folder: pip's working and temporary folder, so that its size shows the progress.
         progress: Called with the bytes that `folder` holds so far.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    # Isolated, and away from the user's folder, where a file such as pip.py or types.py would be run instead.
+    command = [sys.executable, "-I", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", *arguments]
     environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
     log = folder / "pip.log"
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=folder
+        )
         try:
             while True:
                 try:

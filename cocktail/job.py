@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry, planned_bytes
-from cocktail.model import resolve_device_dtype
+from cocktail.model import loading, resolve_device_dtype
 from cocktail.offload.budget import (
     CUDA_CONTEXT_BYTES,
     DecoderShape,
@@ -56,6 +56,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     """Plans every question's bits and checks that the run fits, with or without a budget.
 
     Raises:
+        ModelError: the configuration is damaged.
         BudgetError: the run needs more than the budget, or more memory than there is.
     """
     device, dtype = resolve_device_dtype(config, reading.hf_config)
@@ -63,20 +64,22 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     remainder = len(tokenized.token_ids) - tokenized.remainder_start
     layout = ContextLayout(prefix_len, len(tokenized.chunks), config.chunk_size, remainder)
     total_tokens = layout.context_len + reading.tail_capacity
-    geometry = KVGeometry.from_config(reading.hf_config, total_tokens)
+    with loading(reading.folder, "configuration"):
+        geometry = KVGeometry.from_config(reading.hf_config, total_tokens)
+        shape = decoder_shape(reading.hf_config, geometry, dtype.itemsize)
+        weight_bytes = _weight_bytes(reading.hf_config, dtype.itemsize)
     policy = config.kv
     if windowed := sum(window is not None for window in geometry.windows):
         reporter.note(f"{windowed} of {geometry.num_layers} layers have a sliding window and are not quantized")
         policy = "fp16" if windowed == geometry.num_layers else policy
     plans = tuple(plan_bits(policy, row, config.alpha, config.beta) for row in reading.scores)
-    shape = decoder_shape(reading.hf_config, geometry, dtype.itemsize)
     suffix_tokens = max(map(len, reading.suffixes))
     segment_tokens = choose_segment_tokens(shape, layout.context_len, suffix_tokens)
     on_cuda = device.type == "cuda"
     kv_bytes = [planned_bytes(geometry, layout, plan, reading.tail_capacity, dtype.itemsize) for plan in plans]
     estimate = estimate_peak(
         shape,
-        weight_bytes=_weight_bytes(reading.hf_config, dtype.itemsize),
+        weight_bytes=weight_bytes,
         kv_bytes=max(kv_bytes),
         context_tokens=layout.context_len,
         suffix_tokens=suffix_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,23 @@ from transformers import (
 )
 
 from cocktail.config import Config
-from cocktail.errors import ModelError, UsageError
+from cocktail.errors import CocktailError, ModelError, UsageError
 from cocktail.model_folder import ModelFolder, check_files, safetensors_header, weight_files
 from cocktail.report import Reporter
 
 # What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Fields of a configuration that transformers divides by, or that leave nothing to run where they are 0.
+_COUNTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MAX_REASON_CHARS = 300
 _SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -49,15 +59,13 @@ def load_config(folder: ModelFolder) -> PretrainedConfig:
     Raises:
         ModelError: The configuration is missing, damaged, or of a kind that this transformers does not know.
     """
-    try:
-        with quiet_transformers():
-            config: PretrainedConfig = AutoConfig.from_pretrained(
-                folder.path, local_files_only=True, trust_remote_code=False
-            )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _cannot_load(folder, "configuration", error) from error
-    if config.dtype is None:
-        config.dtype = _dtype_of_weights(folder.path)
+    with loading(folder, "configuration"):
+        _check_counts(folder.path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder.path, local_files_only=True, trust_remote_code=False
+        )
+        if config.dtype is None:
+            config.dtype = _dtype_of_weights(folder.path)
     return config
 
 
@@ -67,12 +75,8 @@ def load_tokenizer(folder: ModelFolder) -> Any:
     Raises:
         ModelError: The tokenizer is missing or damaged, or cannot give character offsets.
     """
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    # The tokenizers library raises plain Exception for a damaged tokenizer.json.
-    except Exception as error:
-        raise _cannot_load(folder, "tokenizer", error) from error
+    with loading(folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise ModelError(
             f"{folder.name} has no fast tokenizer, which is needed to tell where in the document a token lies.",
@@ -104,7 +108,8 @@ def load_model(
         UsageError: The device is not there.
     """
     device, dtype = resolve_device_dtype(config, hf_config)
-    check_files(folder.path)
+    with loading(folder, "weights"):
+        check_files(folder.path)
     if attn_implementation == "cocktail":
         from cocktail import attention
 
@@ -156,7 +161,7 @@ def context_window(hf_config: PretrainedConfig) -> int:
     if not positions:
         raise ModelError(f"The configuration of this {hf_config.model_type} model states no max_position_embeddings.")
     rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or {}
-    factor = rope.get("factor") or 1.0
+    factor = float(rope.get("factor") or 1.0)
     if rope.get("rope_type") == "dynamic":
         # Dynamic NTK reads max_position_embeddings as the length before scaling.
         return int(positions * factor)
@@ -180,28 +185,49 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def loading(folder: ModelFolder, part: str) -> Iterator[None]:
+    """Turns whatever reading or interpreting a damaged part of a folder raises into a ModelError that names both.
+
+    Args:
+        folder: Named in the message.
+        part: "configuration", "tokenizer" or "weights".
+    """
+    try:
+        with quiet_transformers():
+            yield
+    except (CocktailError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # transformers, tokenizers and safetensors raise classes of their own, and what Python raises for a wrong value.
+    except Exception as error:
+        raise _cannot_load(folder, part, error) from error
+
+
 def _load_weights(
     folder: ModelFolder, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
-    try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder.path,
-                config=hf_config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                # Straight to the card: this machine's memory need not hold the weights.
-                device_map={"": device} if device.type == "cuda" else None,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except torch.OutOfMemoryError:
-        raise
-    # safetensors raises its own class, derived from Exception, for a file that is cut while we read it.
-    except Exception as error:
-        raise _cannot_load(folder, "weights", error) from error
+    with loading(folder, "weights"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            # Straight to the card: this machine's memory need not hold the weights.
+            device_map={"": device} if device.type == "cuda" else None,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # They are listed in the report then; otherwise the error says only that there are some.
+            ignore_mismatched_sizes=True,
+        )
     model, report = loaded
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, needed = wrong[0]
+        raise ModelError(
+            f"{len(wrong)} of {folder.name}'s weights have another shape than its configuration says: {name} is "
+            f"{_shape(found)} and must be {_shape(needed)}.",
+            "The folder mixes files of two models: take config.json and the weights from the same one.",
+        )
     if lost := sorted(report["missing_keys"]):
         # transformers fills them with random numbers.
         raise ModelError(
@@ -225,6 +251,23 @@ def _eos_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation: Gene
     return frozenset(ids)
 
 
+def _check_counts(path: Path) -> None:
+    """Raises ValueError for a configuration that states no object, or a count that is not above 0."""
+    try:
+        fields: Any = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config.json is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError("config.json holds no JSON object")
+    for name in _COUNTS:
+        if isinstance(value := fields.get(name), int) and value < 1:
+            raise ValueError(f"{name} is {value} and must be above 0")
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes)) or "a scalar"
+
+
 def _dtype_of_weights(path: Path) -> torch.dtype | None:
     for file in weight_files(path):
         if file.suffix == ".safetensors":
@@ -235,7 +278,12 @@ def _dtype_of_weights(path: Path) -> torch.dtype | None:
 
 
 def _cannot_load(folder: ModelFolder, part: str, error: Exception) -> ModelError:
-    line = str(error).strip().split("\n")[0] or type(error).__name__
+    lines = str(error).strip().split("\n")
+    # A validator's first line only announces the second.
+    line = " ".join(part.strip() for part in (lines[:2] if lines[0].endswith(":") else lines[:1]))
+    line = line[:_MAX_REASON_CHARS] or type(error).__name__
+    if isinstance(error, KeyError) and " " not in line:  # its text is the key alone
+        line += " is missing or not known"
     if "custom code" in str(error) or "trust_remote_code" in str(error):
         line = "it needs code of its own, which is never run"
     return ModelError(

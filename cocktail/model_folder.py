@@ -28,9 +28,16 @@ class ModelFolder:
 
 
 def models_dir(config: Config) -> Path:
-    """The folder that holds the models fetched by this tool; it need not exist."""
+    """The folder that holds the models fetched by this tool; it need not exist.
+
+    Raises:
+        ModelError: The folder asked for is in the home of a user that there is not.
+    """
     if config.cache_dir is not None:
-        return config.cache_dir.expanduser().absolute() / "models"
+        try:
+            return config.cache_dir.expanduser().absolute() / "models"
+        except RuntimeError as error:
+            raise ModelError(f"{config.cache_dir}: {error}", "Choose another folder with --cache-dir.") from error
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("cocktail")) / "models"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
@@ -31,9 +31,8 @@ def resolve_model(name: str, config: Config, reporter: Reporter) -> ModelFolder:
     Raises:
         ModelError: There is no such model, or it is missing here and may not or cannot be fetched.
     """
-    path = Path(name).expanduser()
-    if name not in registry() and path.suffix.lower() == ".gguf":
-        return _gguf_folder(path, config, reporter)
+    if name not in registry() and name.lower().endswith(".gguf"):
+        return _gguf_folder(_path_of(name), config, reporter)
     return _resolve(name, "decoder", ("config.json",), config, reporter)
 
 
@@ -45,7 +44,7 @@ def resolve_encoder(name: str, config: Config, reporter: Reporter) -> ModelFolde
     Raises:
         ModelError: There is no such encoder, or it is missing here and may not or cannot be fetched.
     """
-    if name.startswith(_SENTENCE_TRANSFORMERS) and "/" not in name and not Path(name).exists():
+    if name.startswith(_SENTENCE_TRANSFORMERS) and "/" not in name and not _path_of(name).exists():
         name = f"sentence-transformers/{name}"
     return _resolve(name, "encoder", ("config.json", "modules.json"), config, reporter)
 
@@ -58,8 +57,7 @@ def find_entry(name: str, kind: Kind | None = None) -> RegistryEntry:
     """
     entry = registry().get(name)
     if entry is None:
-        if not _HUB_ID.fullmatch(name):
-            raise ModelError(f"There is no model called {name!r}.", _suggestion(name, kind))
+        _check_hub_id(name, kind)
         return hub_entry(name, kind or "decoder")
     if kind and entry.kind != kind:
         words = {"decoder": "a decoder", "encoder": "an encoder"}
@@ -71,9 +69,38 @@ def find_entry(name: str, kind: Kind | None = None) -> RegistryEntry:
     return entry
 
 
+def _check_hub_id(name: str, kind: Kind | None) -> None:
+    """Raises ModelError for a name that no Hugging Face repository can have."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        if _HUB_ID.fullmatch(name):
+            validate_repo_id(name)
+            return
+    except HFValidationError:
+        pass
+    raise ModelError(f"There is no model called {name!r}.", _suggestion(name, kind))
+
+
+def _path_of(name: str) -> Path:
+    """A name as a path, `~` replaced.
+
+    Raises:
+        ModelError: The system cannot tell whether it exists: too long, forbidden, or of an unknown user.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise ModelError(f"{name} cannot be looked up: {reason}.", _suggestion(PurePath(name).name, None)) from error
+    return path
+
+
 def _resolve(name: str, kind: Kind, wanted: tuple[str, ...], config: Config, reporter: Reporter) -> ModelFolder:
     if name not in registry():
-        path = Path(name).expanduser()
+        path = _path_of(name)
         if path.is_dir():
             return _local_folder(path, wanted)
         if path.is_file():

@@ -96,6 +96,8 @@ def _open(data: bytes, name: str, password: str | None) -> pdfium.PdfDocument:
             if error.err_code != pdfium_c.FPDF_ERR_PASSWORD:
                 found = re.search(r"PDFium: (.*?)(?: error)?\)", str(error))
                 reason = found[1].lower() if found else str(error)
+                if reason == "success":  # what PDFium says where it has noted no error
+                    reason = "no reason given"
                 raise DocumentError(f"{name} cannot be read as a PDF (PDFium: {reason}).", _REPAIR_HINT) from error
     if password:
         raise EncryptedError(f"{name} is encrypted and the password given is wrong.", "Check --password.")

@@ -13,7 +13,8 @@ from cocktail.chunk import TokenizedDocument, select_window, tokenize_document
 from cocktail.citation import best_quotes
 from cocktail.config import Config
 from cocktail.document import Document
-from cocktail.model import context_window, load_config, load_tokenizer
+from cocktail.errors import ModelError, UsageError
+from cocktail.model import context_window, load_config, load_tokenizer, loading
 from cocktail.model_folder import ModelFolder
 from cocktail.prompt import Prompt, build_prompt
 from cocktail.report import Reporter
@@ -53,12 +54,14 @@ def read_for_questions(
     """Tokenizes and scores the document and selects what fits the window, one selection for all questions.
 
     Raises:
-        ModelError: the model is unsupported, or its tokenizer or template does not work.
+        ModelError: the model is damaged or unsupported, or its tokenizer or template does not work.
         UsageError: the window has no room for the document beside question and answer.
     """
     with watch.measure("load"):
         hf_config = load_config(folder)
-        check_supported(hf_config)
+        with loading(folder, "configuration"):
+            check_supported(hf_config)
+            window = context_window(hf_config)
         tokenizer = load_tokenizer(folder)
         prompt = build_prompt(tokenizer)
     with watch.measure("parse"):
@@ -72,7 +75,10 @@ def read_for_questions(
 
     suffixes = [suffix(whole, q, row, config.restate) for q, row in zip(questions, scores, strict=True)]
     tail_capacity = max(map(len, suffixes)) + config.max_tokens
-    room = context_window(hf_config) - len(prompt.prefix_ids) - tail_capacity
+    room = window - len(prompt.prefix_ids) - tail_capacity
+    if room < (least := min(config.chunk_size, len(whole.token_ids))):
+        bare = len(prompt.prefix_ids) + len(prompt.suffix_ids(tokenizer, "", None))
+        raise _no_room(window, bare, window - room - config.max_tokens, config.max_tokens, least)
     tokenized, truncated = select_window(whole, scores, room)
     if truncated:
         scores = scores[:, [chunk.index for chunk in tokenized.chunks]]
@@ -84,6 +90,8 @@ def read_for_questions(
         for index, question in enumerate(questions):
             choices = (suffix(tokenized, question, scores[index], count) for count in range(config.restate, -1, -1))
             suffixes[index] = next(ids for ids in choices if len(ids) + config.max_tokens <= tail_capacity)
+    with loading(folder, "configuration"):
+        _check_vocabulary(folder, hf_config, [prompt.prefix_ids, tokenized.token_ids, *suffixes])
     return Reading(
         document=document,
         folder=folder,
@@ -96,6 +104,40 @@ def read_for_questions(
         suffixes=tuple(suffixes),
         tail_capacity=tail_capacity,
     )
+
+
+def _no_room(window: int, bare_tokens: int, prompt_tokens: int, max_tokens: int, least: int) -> UsageError:
+    """The error for a window that is full before the document; all arguments in tokens.
+
+    Args:
+        window: what the model can tell apart.
+        bare_tokens: template and instructions alone.
+        prompt_tokens: those, and the question, the user's instructions and the passages repeated.
+        max_tokens: set aside for the answer.
+        least: what of the document must fit.
+    """
+    hint = "Lower --max-tokens, shorten the question or --system, or use a model with a longer window (-m)."
+    if window < bare_tokens + least:
+        hint = f"The instructions alone take {bare_tokens:,}: use a model with a longer window (-m)."
+    return UsageError(
+        f"The model's window of {window:,} tokens has no room for the document: question, instructions and repeated "
+        f"passages take {prompt_tokens:,}, --max-tokens {max_tokens:,}, and the document needs at least {least:,}.",
+        hint,
+    )
+
+
+def _check_vocabulary(folder: ModelFolder, hf_config: Any, token_ids: Sequence[Sequence[int] | np.ndarray]) -> None:
+    """Raises ModelError if the model has no embedding for a token that it would read.
+
+    Tokens that are not read do not count: a tokenizer may hold more of them than the model, as Gemma 3's does.
+    """
+    largest = max(int(max(ids)) for ids in token_ids if len(ids))
+    if largest >= hf_config.vocab_size:
+        raise ModelError(
+            f"The tokenizer of {folder.name} yields token id {largest:,} and the model in {folder.path} has "
+            f"{hf_config.vocab_size:,} embeddings.",
+            "The folder mixes files of two models: take config.json, weights and tokenizer from the same one.",
+        )
 
 
 def _score(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from platformdirs import user_cache_path
 from cocktail.config import Config
 from cocktail.model_folder import installed
 from cocktail.registry import registry
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that; tests of interrupts need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 # Read before any test redirects it.

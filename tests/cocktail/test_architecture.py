@@ -32,6 +32,15 @@ def test_supported(model_type: str) -> None:
     check_supported(make(model_type))
 
 
+def test_architecture_that_is_no_list() -> None:
+    config = make("llama")
+    config.architectures = "LlamaForCausalLM"
+    check_supported(config)
+    config.architectures = "LlamaForSequenceClassification"
+    with pytest.raises(ModelError, match="LlamaForSequenceClassification is not a causal decoder"):
+        check_supported(config)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("t5", {}, "encoder-decoder"),
     ("bert", {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not a causal decoder"),
@@ -52,6 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {}, "no rotary"),
     ("llama", {"head_dim": 60}, "head size is 60; a multiple of 8"),
     ("stablelm", {}, "_supports_attention_backend"),
+    ("llama", {"dtype": "int8"}, r"its dtype is torch\.int8; bfloat16, float16 or float32 is needed"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
 ]
 

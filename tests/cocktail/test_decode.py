@@ -154,8 +154,9 @@ def test_complaint_37_eos_as_the_last_allowed_token_is_a_stop(run: Run) -> None:
 
 def test_a_stop_string_ends_the_text_also_across_tokens(run: Run) -> None:
     full = run.generate()
-    for start in range(0, len(full.text) - 4, 3):
-        stop = full.text[start : start + 4]
+    stops = (full.text[start : start + 4] for start in range(0, len(full.text) - 4, 3))
+    # What a random model writes depends on the machine's arithmetic; bytes that are no character match no stop string.
+    for stop in (stop for stop in stops if "\ufffd" not in stop):
         result = run.generate(stop=["never comes", stop])
         assert result.text == full.text[: full.text.index(stop)]
         assert result.finish_reason == "stop"

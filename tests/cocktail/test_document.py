@@ -16,6 +16,7 @@ import pytest
 from fpdf import FPDF
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pypdfium2 import PdfiumError
 
 from cocktail.document import Document, Page, parse_page_ranges, read_document
 from cocktail.errors import DocumentError, EncryptedError, NoTextError, UsageError
@@ -81,7 +82,7 @@ def read(data: bytes, path: str = "in.pdf", pages: str | None = None, **options:
 
 
 def test_complaint_01_scan_is_an_error_that_names_ocr() -> None:
-    with pytest.raises(NoTextError, match="none of the 3 pages") as failure:
+    with pytest.raises(NoTextError, match="none of the 3 pages holds any; they are blank") as failure:
         read(make_pdf("", "", "", picture=True))
     assert failure.value.exit_code == 4
     assert failure.value.hint is not None
@@ -110,8 +111,10 @@ def test_complaint_02_empty_pages_are_listed() -> None:
 def test_no_text_in_the_pages_asked_for() -> None:
     with pytest.raises(NoTextError, match=r"none of the 2 pages chosen \(of 3\)"):
         read(make_pdf("one", "", ""), pages="2-3")
-    with pytest.raises(NoTextError, match=r"page 3 chosen \(of 3\)"):
+    with pytest.raises(NoTextError, match=r"has no text: page 3 chosen \(of 3\) is blank or scanned\."):
         read(make_pdf("one", "", ""), pages="3")
+    with pytest.raises(NoTextError, match=r"has no text: its only page is blank or scanned\."):
+        read(make_pdf(""))
 
 
 # Passwords
@@ -433,6 +436,15 @@ def test_damaged_pdf_gives_pdfiums_reason_and_a_hint() -> None:
     with pytest.raises(DocumentError, match=r"PDFium: data format") as failure:
         read(b"%PDF-1.7\nthen nothing of use")
     assert "qpdf" in (failure.value.hint or "")
+
+
+def test_damaged_pdf_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PdfiumError("Failed to load document (PDFium: Success).", err_code=0)
+
+    monkeypatch.setattr("cocktail.pdf.pdfium.PdfDocument", fail)
+    with pytest.raises(DocumentError, match=r"cannot be read as a PDF \(PDFium: no reason given\)"):
+        read(PLAIN_PDF)
 
 
 @settings(max_examples=60, deadline=None)

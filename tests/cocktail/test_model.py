@@ -21,7 +21,7 @@ from transformers import (
 
 from cocktail.config import Config
 from cocktail.errors import ModelError, UsageError
-from cocktail.model import context_window, load_config, load_model, load_tokenizer, resolve_device_dtype
+from cocktail.model import context_window, load_config, load_model, load_tokenizer, loading, resolve_device_dtype
 from cocktail.model_folder import ModelFolder
 from cocktail.report import SilentReporter
 
@@ -167,6 +167,49 @@ def test_damaged_configuration(folder: ModelFolder, text: str) -> None:
     (folder.path / "config.json").write_text(text)
     with pytest.raises(ModelError, match="configuration of tiny cannot be loaded"):
         load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 and must be above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers.* expected int, got str"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings.* expected int, got str"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"layer_types": ["full_attention"]}, r"num_hidden_layers.*layer_types"),
+        ({"dtype": "blah"}, "blah"),
+        ({"quantization_config": "x"}, "str"),
+    ],
+)
+def test_configuration_with_wrong_values(folder: ModelFolder, fields: dict[str, Any], reason: str) -> None:
+    edit(folder, **fields)
+    with pytest.raises(ModelError, match=f"configuration of tiny cannot be loaded from .*: .*{reason}") as caught:
+        load_config(folder)
+    assert str(folder.path) in caught.value.message
+
+
+def test_weights_of_another_shape_are_named(folder: ModelFolder) -> None:
+    edit(folder, hidden_size=40)
+    with pytest.raises(
+        ModelError, match=r"20 of tiny's weights .* model\.embed_tokens\.weight is 264 x 32 .* 264 x 40"
+    ):
+        load(folder)
+
+
+def test_no_error_of_another_kind_leaves_a_damaged_part(folder: ModelFolder) -> None:
+    for error in (KeyError("zzz"), ZeroDivisionError("division by zero"), IndexError(), AttributeError("no\nsuch")):
+        with (
+            pytest.raises(ModelError, match="configuration of tiny cannot be loaded"),
+            loading(folder, "configuration"),
+        ):
+            raise error
+    for known in (ModelError("known"), MemoryError()):
+        with pytest.raises(type(known)), loading(folder, "weights"):
+            raise known
 
 
 def test_damaged_tokenizer(folder: ModelFolder) -> None:

@@ -96,6 +96,36 @@ def test_missing_folder(name: str, config: Config) -> None:
         resolve_model(name, config, SilentReporter())
 
 
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "~nosuchuser/x",
+        "~nosuchuser/x.gguf",
+        LONG,
+        f"all-{LONG}",
+        f"{LONG}.gguf",
+        f"org/{LONG}",
+        f"org/{'a' * 97}",
+        "a--b/c",
+        "x/y.git",
+        "a/b..c",
+        "a/..",
+        "a/b\n",
+    ],
+)
+def test_names_that_no_model_can_have(name: str, config: Config) -> None:
+    for resolve in (resolve_model, resolve_encoder):
+        with pytest.raises(ModelError) as caught:
+            resolve(name, config, SilentReporter())
+        assert caught.value.hint
+    if "/" in name and "~" not in name:
+        with pytest.raises(ModelError, match="There is no model called"):
+            find_entry(name)
+
+
 def test_near_misses_are_suggested(config: Config) -> None:
     for name in ("smollm2-135m-instuct", "./SmolLM2-135M-Instruct"):
         with pytest.raises(ModelError) as caught:
