@@ -7,8 +7,8 @@ format: ## rewrite the sources in the house style
 	$(PYTHON) -m ruff format .
 
 models: ## the default model and scorer, which tests of whole runs need; fetched once
-	$(PYTHON) -m cocktail.cli.app models pull smollm2-135m-instruct
-	$(PYTHON) -m cocktail.cli.app models pull minilm
+	$(PYTHON) -m cocktail.cli models pull smollm2-135m-instruct
+	$(PYTHON) -m cocktail.cli models pull minilm
 
 lint:
 	$(PYTHON) -m ruff check .
@@ -24,7 +24,7 @@ test-gpu: ## the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu
 
 bench: ## one question about the handbook, with its times and bytes
-	$(PYTHON) -m cocktail.cli.app ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats
+	$(PYTHON) -m cocktail.cli ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats
 
 handbook: ## examples/handbook.pdf from docs/handbook/
 	$(PYTHON) docs/build_handbook.py

@@ -30,6 +30,8 @@ DEFAULT_ORIGIN = "default"
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 _POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_SIZE = 10**15
+_SHOWN_LENGTH = 60
+_NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _MAX_FILE_BYTES = 64 * 1024
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -46,15 +48,30 @@ def parse_size(text: str) -> int:
     hint = "Write it like 8GB (10^9 bytes), 7.5GB, 8GiB (2^30) or 8192MiB."
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is not a memory size.", hint)
+        raise UsageError(f"{_cut(text)!r} is not a memory size.", hint)
     number, prefix, binary, unit = (part.lower() for part in match.groups())
     if binary and not prefix:
         raise UsageError(f"{text!r} is not a memory size.", hint)
     scale = 1 if unit and not prefix else (1024 if binary else 1000) ** _POWER[prefix or "g"]
-    size = int(Decimal(number) * scale)
+    size = Decimal(number) * scale
     if not 1 <= size <= _MAX_SIZE:
-        raise UsageError(f"{text!r} is {size:,} bytes; a budget lies between 1 byte and 1000 TB.", hint)
-    return size
+        # Not the number: Python refuses to write out one of thousands of digits.
+        wrong = "over 1000 TB" if size > _MAX_SIZE else "less than a byte"
+        raise UsageError(f"{_cut(text)!r} is {wrong}; a budget lies between 1 byte and 1000 TB.", hint)
+    return int(size)
+
+
+def as_utf8(text: str) -> str:
+    """Returns text of the command line or of a variable as UTF-8 reads it, whatever the locale.
+
+    Bytes that the locale did not know come as lone surrogates; those that are not UTF-8 become U+FFFD.
+    """
+    raw = _NO_BYTE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "replace")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_LENGTH else text[: _SHOWN_LENGTH - 1] + "…"
 
 
 def _text(value: object) -> str:
@@ -63,8 +80,12 @@ def _text(value: object) -> str:
     return value
 
 
+def _prose(value: object) -> str:
+    return as_utf8(_text(value))
+
+
 def _texts(value: object) -> tuple[str, ...]:
-    return tuple(map(_text, value)) if isinstance(value, (list, tuple)) else (_text(value),)
+    return tuple(map(_prose, value)) if isinstance(value, (list, tuple)) else (_prose(value),)
 
 
 def _word(value: object) -> str:
@@ -131,7 +152,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "top_k": _integer,
     "seed": _integer,
     "stop": _texts,
-    "system": _text,
+    "system": _prose,
     "scorer": _text,
     "chunk_size": _integer,
     "restate": _integer,
@@ -166,11 +187,16 @@ class Settings:
         return Config(**_config_fields({key: setting.value for key, setting in self.items.items()}))
 
 
-def user_file() -> Path:
-    """Returns the path of the user's settings file, which need not exist."""
+def user_file() -> Path | None:
+    """Returns the path of the user's settings file, which need not exist; None where there is no home folder."""
     from platformdirs import user_config_path
 
-    return user_config_path("cocktail", appauthor=False) / "config.toml"
+    try:
+        folder = user_config_path("cocktail", appauthor=False)
+    except RuntimeError:
+        return None
+    # Older versions return "~" as it is.
+    return folder / "config.toml" if folder.is_absolute() else None
 
 
 def project_file() -> Path:
@@ -191,7 +217,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     environ = os.environ if environ is None else environ
     defaults = Config()
     items = {key: Setting(key, _default(defaults, key), DEFAULT_ORIGIN) for key in PARSERS}
-    for path in (user_file(), project_file()):
+    for path in filter(None, (user_file(), project_file())):
         for key, value in _read_file(path).items():
             items[key] = _checked(key, value, f"{key} in {path}", str(path))
     for key in PARSERS:
@@ -242,10 +268,13 @@ def _read_file(path: Path) -> dict[str, Any]:
         if len(raw) > _MAX_FILE_BYTES:
             raise UsageError(f"{path} is over {_MAX_FILE_BYTES:,} bytes, which is no settings file.")
         values = tomllib.loads(raw.decode("utf-8-sig"))
+        repr(values)  # no message could name a hexadecimal number that Python does not write out
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}.", "Correct the file or move it away.") from error
+    except ValueError as error:  # Python neither reads nor writes numbers of thousands of digits
+        raise UsageError(f"{path} holds a number of too many digits.", "Correct the file or move it away.") from error
     for key in values:
         if key not in PARSERS:
             raise UsageError(f"{path} holds an unknown key: {key}.", "Known keys: " + ", ".join(PARSERS) + ".")
@@ -255,8 +284,9 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _check_project_file(path: Path, values: dict[str, Any]) -> None:
+    users = user_file() or "the user's settings file"
     for key, value in values.items():
-        elsewhere = f"with {flag_name(key)}, as COCKTAIL_{key.upper()} or in {user_file()}."
+        elsewhere = f"with {flag_name(key)}, as COCKTAIL_{key.upper()} or in {users}."
         if key in NOT_IN_PROJECT_FILE:
             raise UsageError(f"{path} sets {key}, which a project file may not.", f"Set it {elsewhere}")
         names = NAMES_IN_PROJECT_FILE.get(key)

@@ -32,7 +32,7 @@ def help_text(path: tuple[str, ...]) -> str:
     """What `cocktail PATH --help` prints into a pipe 100 columns wide."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("COCKTAIL_")}
     environment = {**kept, "COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "PYTHONUTF8": "1"}
-    start = "import sys; from cocktail.cli.app import main; sys.argv[0] = 'cocktail'; main()"
+    start = "import sys; from cocktail.cli.__main__ import main; sys.argv[0] = 'cocktail'; main()"
     command = [sys.executable, "-c", start, *path, "--help"]
     run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=True)
     return "\n".join(line.rstrip() for line in run.stdout.strip().splitlines())

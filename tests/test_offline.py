@@ -27,7 +27,7 @@ def run_offline(arguments: list[str], tmp_path: Path, **environ: str) -> subproc
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     # Not the repository's root as working folder: its links would be importable.
     return subprocess.run(
-        [sys.executable, "-m", "cocktail.cli.app", *arguments],
+        [sys.executable, "-m", "cocktail.cli", *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths, **environ},
         stdin=subprocess.DEVNULL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import traceback
@@ -10,12 +9,13 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Annotated, TextIO
+from typing import Annotated, Any
 
 import typer
 
 from cocktail import __version__
 from cocktail.answer import error_json
+from cocktail.cli import signals
 from cocktail.cli.ask import ask
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
@@ -23,6 +23,7 @@ from cocktail.cli.inspect import inspect
 from cocktail.cli.models import models_app
 from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.cli.output import Output, json_line, one_line, use_color
+from cocktail.cli.streams import close_streams, open_streams
 from cocktail.errors import CocktailError, UsageError
 
 # "\b" keeps the lines apart where the help is wrapped.
@@ -37,7 +38,7 @@ Exit codes:
     6  does not fit the memory budget
     7  model missing, damaged, unsupported or offline
     8  some lines of a batch failed
-  130  interrupted (Ctrl-C)
+  130  interrupted (Ctrl-C; 143 by SIGTERM)
 """
 SETTINGS_HELP = """Options rank above COCKTAIL_* variables (COCKTAIL_VRAM=8GB), those above ./cocktail.toml, that above
 the file that `cocktail config path` names."""
@@ -54,8 +55,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 _epilog = SETTINGS_HELP + "\n\n" + EXIT_CODES
-app.command(cls=GroupedCommand, short_help="Answer questions about a document, citing pages.", epilog=_epilog)(ask)
-app.command(cls=GroupedCommand, short_help="Show pages, text quality, chunks and bits.", epilog=_epilog)(inspect)
+# More arguments than DOC and QUESTION are let through: the commands know better what went wrong.
+_document: dict[str, Any] = {"cls": GroupedCommand, "epilog": _epilog, "context_settings": {"allow_extra_args": True}}
+app.command(short_help="Answer questions about a document, citing pages.", **_document)(ask)
+app.command(short_help="Show pages, text quality, chunks and bits.", **_document)(inspect)
 app.command(cls=GroupedCommand, short_help="Show versions, devices, memory, disk and models.")(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(config_app, name="config")
@@ -77,42 +80,32 @@ def root(
     help_alone(ctx)
 
 
-def main() -> None:
-    """Runs the command line of this process and exits with the documented code."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code; every error ends here."""
-    _open_streams()
+    open_streams()
     _hush_libraries()
     _rest_idle_threads()
+    warned: list[str] = []
     try:
-        code = _invoke(arguments)
+        code = _invoke(arguments, warned)
         sys.stdout.flush()
     except BrokenPipeError:
         code = 0
-    except KeyboardInterrupt:
-        code = _fail(CocktailError("interrupted"), "interrupted", 130, arguments)
-    except ClickError as error:
-        code = _fail(_usage_error(error), "usage", 2, arguments)
-    except CocktailError as error:
-        code = _fail(error, error.code, error.exit_code, arguments)
-    except Exception as error:
-        message = one_line(f"{type(error).__name__}: {error}")
-        hint = "This is a defect or a broken installation; run again with --debug to see where."
-        code = _fail(CocktailError(message, hint), "error", 1, arguments)
-    _close_streams()
+    except (Exception, KeyboardInterrupt) as error:
+        with signals.ignored():
+            code = _fail(error, arguments, warned)
+    with signals.ignored():
+        close_streams()
     return code
 
 
-def _invoke(arguments: Sequence[str]) -> int:
+def _invoke(arguments: Sequence[str], warned: list[str]) -> int:
     if "_COCKTAIL_COMPLETE" in os.environ:
         app(prog_name="cocktail")
     command = typer.main.get_command(app)
     try:
         # Not command(): that would turn a closed pipe into exit code 1 and Ctrl-C into silence.
-        with command.make_context("cocktail", list(arguments)) as context:
+        with command.make_context("cocktail", list(arguments), obj=warned) as context:
             command.invoke(context)
     except typer.Exit as exit_:
         return exit_.exit_code
@@ -121,19 +114,42 @@ def _invoke(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _usage_error(error: Exception) -> UsageError:
+def _explain(error: BaseException, arguments: Sequence[str]) -> tuple[CocktailError, str, int]:
+    """Returns an error as ours, the word for it in JSON and its exit code."""
+    # A library that is interrupted while it loads may raise anything.
+    if isinstance(error, KeyboardInterrupt) or signals.received:
+        return CocktailError("interrupted"), "interrupted", signals.exit_code()
+    if isinstance(error, ClickError):
+        error = _usage_error(error, arguments)
+    elif isinstance(error, RuntimeError) and "home directory" in str(error):
+        # From pathlib and platformdirs.
+        error = UsageError(
+            "The home folder is not known, so there is no place for models.",
+            "Give one with --cache-dir or COCKTAIL_CACHE_DIR, or set HOME.",
+        )
+    if isinstance(error, CocktailError):
+        return error, error.code, error.exit_code
+    hint = "This is a defect or a broken installation; run again with --debug to see where."
+    return CocktailError(one_line(f"{type(error).__name__}: {error}"), hint), "error", 1
+
+
+def _usage_error(error: Exception, arguments: Sequence[str]) -> UsageError:
     """Returns Click's complaint about the command line as ours."""
     message = one_line(str(error.format_message()))  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "cocktail"
     hint = f"Try '{path} --help'."
-    if "unexpected extra argument" in message:
+    dashed = next((word for word in arguments if word.startswith("-") and os.path.isfile(word)), None)
+    if dashed is not None:
+        hint = f"To name the file {dashed}, write ./{dashed}. {hint}"
+    elif "unexpected extra argument" in message:
         hint = "Put the question in quotes. " + hint
     return UsageError(message, hint)
 
 
-def _fail(error: CocktailError, code: str, exit_code: int, arguments: Sequence[str]) -> int:
+def _fail(cause: BaseException, arguments: Sequence[str], warned: Sequence[str]) -> int:
     """Writes an error to standard error, with --json also as JSON to standard output; returns the exit code."""
+    error, code, exit_code = _explain(cause, arguments)
     options = list(arguments)
     if "--" in options:
         options = options[: options.index("--")]
@@ -143,33 +159,17 @@ def _fail(error: CocktailError, code: str, exit_code: int, arguments: Sequence[s
     # Where nobody reads any more, the exit code still tells.
     with suppress(OSError):
         if "--debug" in options:
-            traceback.print_exc()
+            traceback.print_exception(cause)
         sys.stderr.write(f"{red}error:{plain} {one_line(error.message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {one_line(error.hint)}\n")
-    with suppress(OSError):
+    with suppress(OSError, CocktailError):
         if "--json" in options:
-            Output().write(json_line(error_json(code, error.message, error.hint)) + "\n")
+            body = error_json(code, error.message, error.hint) | {"warnings": list(warned)}
+            if code == "interrupted":
+                body["finish_reason"] = code
+            Output().write(json_line(body) + "\n")
     return exit_code
-
-
-def _open_streams() -> None:
-    """Makes the standard streams UTF-8 whatever the locale; what cannot be encoded is written as an escape."""
-    for name in ("stdout", "stderr"):
-        stream: TextIO | None = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-
-
-def _close_streams() -> None:
-    """Flushes the standard streams; one that is closed is replaced, so that the interpreter's exit stays silent."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _hush_libraries() -> None:
@@ -182,11 +182,14 @@ def _hush_libraries() -> None:
 
 
 def _rest_idle_threads() -> None:
-    """Lets the worker threads of torch sleep while they have nothing to do; a variable that is set wins."""
-    # By default they spin, each on a processor that another program may need: on a busy machine a token then took 10 s
-    # instead of 0.2 s. OpenMP reads this once, when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Lets the worker threads of torch sleep soon when they have nothing to do; a variable that is set wins."""
+    # By default they spin for long, each on a processor that another program may need: on a busy machine a token then
+    # took 10 s instead of 0.3 s. Sleeping at once costs an idle machine twice the time. GNU OpenMP reads this once,
+    # when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 if __name__ == "__main__":
+    from cocktail.cli.__main__ import main
+
     main()

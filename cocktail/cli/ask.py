@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cocktail.answer import Answer
-from cocktail.cli import options
+from cocktail.cli import options, signals
 from cocktail.cli.output import Output, is_terminal, json_line
 from cocktail.errors import UsageError
-from cocktail.settings import resolve
+from cocktail.settings import as_utf8, resolve
 
 if TYPE_CHECKING:
     from cocktail.cli.render import TerminalReporter
 
 STDIN = "-"
+_MAX_QUESTIONS_BYTES = 4 * 2**20
 _EXAMPLE = 'For example: cocktail ask report.pdf "Who wrote it?"'
 
 
@@ -98,8 +99,11 @@ def ask(
     The answer goes to stdout, its sources to stderr. Answers to several questions come in order, a blank line between
     them; with --json each is one line.
     """
+    check_words(ctx, document, question)
     config = resolve(ctx.params).config()
     target = Output(output)
+    target.keep_apart("DOC", document)
+    target.keep_apart("--questions", questions_file)
     if document == STDIN and questions_file == STDIN:
         raise UsageError(
             "The document and the questions cannot both come from standard input.", "Give one of them as a file."
@@ -111,8 +115,9 @@ def ask(
     from cocktail.engine import Request, answer_questions
 
     display = Display(quiet, verbose, not no_progress, color, stream=not (json or no_stream or target.path))
-    reporter = TerminalReporter(target, display, questions)
-    request = Request(document, questions, data=data, pages=pages, password=password, strict=strict)
+    reporter = TerminalReporter(target, display, questions, warned=ctx.obj)
+    secret = None if password is None else as_utf8(password)
+    request = Request(document, questions, data=data, pages=pages, password=secret, strict=strict)
     interrupted = False
     try:
         # What a library prints is not the answer.
@@ -121,14 +126,34 @@ def ask(
                 interrupted = answer.finish_reason == "interrupted"
                 _show(answer, target, reporter, json=json, stats=stats)
     finally:
-        reporter.close()
+        with signals.ignored():
+            reporter.close()
     if interrupted:
         if target.path is not None:
             reporter.warn(f"interrupted; {target.path} was left as it was.")
         else:
             reporter.warn("interrupted; the answer is incomplete.")
-        raise typer.Exit(130)
+        raise typer.Exit(signals.exit_code())
     target.commit()
+
+
+def check_words(ctx: typer.Context, document: str, question: str | None) -> None:
+    """Refuses what a shell makes of `*.txt`, or of a question without quotes.
+
+    Raises:
+        UsageError: The question is a file's name, or there are more arguments than a document and a question.
+    """
+    for word in (question, *ctx.args):
+        if word is not None and os.path.isfile(word):
+            raise UsageError(
+                f"{ctx.info_name} takes one document; {word} is a file.",
+                "The document comes first, then the question in quotes; several documents are not supported in this "
+                "version.",
+            )
+    if ctx.args:
+        raise UsageError(
+            f"Got more than DOC and QUESTION: {' '.join(ctx.args)}.", f"Put the question in quotes. {_EXAMPLE}"
+        )
 
 
 def collect_questions(question: str | None, more: Sequence[str], file: str | None) -> tuple[str, ...]:
@@ -137,13 +162,13 @@ def collect_questions(question: str | None, more: Sequence[str], file: str | Non
     Raises:
         UsageError: There is none, one is empty, or the file cannot be read.
     """
-    given = [text.strip() for text in (*([] if question is None else [question]), *more)]
+    given = [as_utf8(text).strip() for text in (*([] if question is None else [question]), *more)]
     if STDIN in given:
         raise UsageError('"-" is no question.', "To read questions from standard input, use --questions -.")
     if not all(given):
         raise UsageError("The question is empty.", _EXAMPLE)
     if file is not None:
-        listed = [line.strip() for line in _read_questions(file).splitlines() if line.strip()]
+        listed = [line.strip() for line in _read_questions(file).split("\n") if line.strip()]
         if not listed:
             raise UsageError(f"--questions {file} holds no question.", "Write one question on each line.")
         given += listed
@@ -152,8 +177,8 @@ def collect_questions(question: str | None, more: Sequence[str], file: str | Non
     return tuple(given)
 
 
-def read_stdin(what: str) -> bytes:
-    """Returns all of standard input, which must be piped.
+def read_stdin(what: str, limit: int = -1) -> bytes:
+    """Returns standard input, which must be piped: all of it, or its first `limit` bytes.
 
     Raises:
         UsageError: Standard input is a terminal or closed.
@@ -163,14 +188,20 @@ def read_stdin(what: str) -> bytes:
             f'"-" reads {what} from standard input, but nothing is piped into it.',
             'For example: cat notes.txt | cocktail ask - "What was decided?"',
         )
-    return sys.stdin.buffer.read()
+    return sys.stdin.buffer.read(limit)
 
 
 def _read_questions(file: str) -> str:
     try:
-        data = read_stdin("the questions") if file == STDIN else Path(file).read_bytes()
+        if file == STDIN:
+            data = read_stdin("the questions", _MAX_QUESTIONS_BYTES + 1)
+        else:
+            with open(file, "rb") as stream:
+                data = stream.read(_MAX_QUESTIONS_BYTES + 1)
     except OSError as error:
         raise UsageError(f"--questions {file} cannot be read: {error.strerror}.") from error
+    if len(data) > _MAX_QUESTIONS_BYTES:
+        raise UsageError(f"--questions {file} is over {_MAX_QUESTIONS_BYTES:,} bytes, which is no list of questions.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

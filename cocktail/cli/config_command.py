@@ -11,6 +11,7 @@ from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options
 from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.cli.output import Output, aligned, json_line
+from cocktail.errors import UsageError
 from cocktail.settings import resolve, user_file
 
 config_app = typer.Typer(help="Show the settings and where they come from.", rich_markup_mode=None)
@@ -34,7 +35,10 @@ def show(ctx: typer.Context, json: options.Json = False, debug: options.Debug = 
 @config_app.command("path", cls=GroupedCommand)
 def path(debug: options.Debug = False) -> None:
     """Print where the user's settings file is, or would be."""
-    Output().write(f"{user_file()}\n")
+    file = user_file()
+    if file is None:
+        raise UsageError("The home folder is not known, so there is no settings file.", "Set HOME or XDG_CONFIG_HOME.")
+    Output().write(f"{file}\n")
 
 
 def _plain(value: Any) -> Any:

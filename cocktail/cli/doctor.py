@@ -72,7 +72,7 @@ def examine(config: Config) -> dict[str, Any]:
         "devices": devices,
         "pinned_memory": _pinned_memory(has_cuda, wsl),
         "cache": cache,
-        "settings_files": [str(path) for path in (user_file(), project_file()) if path.is_file()],
+        "settings_files": [str(path) for path in (user_file(), project_file()) if path and path.is_file()],
         "models": models,
         "problems": problems,
         "notes": notes,

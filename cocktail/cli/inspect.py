@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cocktail.answer import SCHEMA_VERSION
-from cocktail.cli import options
-from cocktail.cli.ask import STDIN, collect_questions, read_stdin
+from cocktail.cli import options, signals
+from cocktail.cli.ask import STDIN, check_words, collect_questions, read_stdin
 from cocktail.cli.output import Output, aligned, json_line, one_line, use_color
-from cocktail.settings import resolve
+from cocktail.settings import as_utf8, resolve
 
 if TYPE_CHECKING:
     from cocktail.engine import Inspection
@@ -55,6 +55,7 @@ def inspect(
 
     Loads the tokenizer, and with a question the encoder, but never the model's weights.
     """
+    check_words(ctx, document, question)
     config = resolve(ctx.params).config()
     target = Output()
     questions = collect_questions(question, (), None) if question is not None else ()
@@ -63,15 +64,17 @@ def inspect(
     from cocktail.cli.render import Display, TerminalReporter
     from cocktail.engine import Request, inspect_document
 
-    reporter = TerminalReporter(target, Display(quiet, verbose, not no_progress, color))
-    request = Request(document, questions, data=data, pages=pages, password=password, strict=strict)
+    reporter = TerminalReporter(target, Display(quiet, verbose, not no_progress, color), warned=ctx.obj)
+    secret = None if password is None else as_utf8(password)
+    request = Request(document, questions, data=data, pages=pages, password=secret, strict=strict)
     try:
         with redirect_stdout(sys.stderr):
             inspection = inspect_document(request, config, reporter)
     finally:
-        reporter.close()
+        with signals.ignored():
+            reporter.close()
     if json:
-        target.write(json_line(inspection_json(inspection, question)) + "\n")
+        target.write(json_line(inspection_json(inspection, questions[0] if questions else None)) + "\n")
         return
     width = shutil.get_terminal_size().columns if target.terminal else _PIPED_WIDTH
     for line in _lines(inspection, width, colored=use_color(sys.stdout, color)):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cocktail.answer import SCHEMA_VERSION
-from cocktail.cli import options
+from cocktail.cli import options, signals
 from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.cli.output import Output, aligned, json_line
 from cocktail.config import Config
@@ -78,7 +78,8 @@ def pull_model(
         with redirect_stdout(sys.stderr):
             path = pull(find_entry(name), config, reporter)
     finally:
-        reporter.close()
+        with signals.ignored():
+            reporter.close()
     target.write(f"{path}\n")
 
 

@@ -9,11 +9,14 @@ import stat
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from cocktail.cli import signals
 from cocktail.errors import CocktailError, UsageError
 
+_NAME_LENGTH = 100
 _BIDI = "\u202a-\u202e\u2066-\u2069"
 _ESCAPES = re.compile("[\x1b\x80-\x9f]")
 _STEERS_TERMINAL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
@@ -67,7 +70,7 @@ class Output:
         path: A file, or None or "-" for standard output.
 
     Raises:
-        UsageError: The file's folder is missing or may not be written, or `path` is a folder.
+        UsageError: The file's folder is missing or may not be written, or `path` is a folder or no possible name.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -87,6 +90,25 @@ class Output:
             self._stdout.write(clean)
             self._stdout.flush()
 
+    def keep_apart(self, option: str, source: str | None) -> None:
+        """Refuses to replace what the run reads.
+
+        Args:
+            option: Names `source` in the message.
+            source: A file, "-" for standard input, or None.
+
+        Raises:
+            UsageError: The output is the same file.
+        """
+        if self.path is None or source is None or not self.path.is_file():
+            return
+        with suppress(OSError, ValueError):
+            if os.path.samefile(0 if source == "-" else source, self.path):
+                raise UsageError(
+                    f"--output {self.path} is also {option}, which the answer would replace.",
+                    "Choose another file for the answer.",
+                )
+
     def commit(self) -> None:
         """Puts what was written into the file, all at once; standard output needs nothing."""
         if self.path is None:
@@ -100,7 +122,18 @@ class Output:
 
 def _target(path: Path) -> Path:
     """Returns `path`, or the file a link leads to, so that the link stays; /dev/stdout leads to no file."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path  # what is wrong with its folder is said below
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"--output {_cut(str(path))}: {reason}.", "Choose another name for the file.") from error
     return path.resolve() if path.is_file() else path
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _NAME_LENGTH else text[: _NAME_LENGTH - 1] + "…"
 
 
 def _check_target(path: Path) -> None:
@@ -118,17 +151,18 @@ def _replace(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    descriptor, temporary = tempfile.mkstemp(prefix=".cocktail-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, _mode(path))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with signals.ignored():
+        descriptor, temporary = tempfile.mkstemp(prefix=".cocktail-", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, _mode(path))
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
 
 def _mode(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,19 +42,11 @@ class Display:
     stream: bool = True
 
 
-class _Console(Console):
-    """A console whose reader may leave: what it would still say is dropped, and the answer goes on."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-
-
 def make_console(stream: TextIO, color: str) -> Console:
     """Returns a console for `stream` that never wraps, colours or moves the cursor unless it is a terminal."""
     terminal = is_terminal(stream)
     colored = use_color(stream, color)
-    return _Console(
+    return Console(
         file=stream,
         # Rich would take GITHUB_ACTIONS or FORCE_COLOR for a terminal.
         force_terminal=terminal or colored,
@@ -91,13 +82,17 @@ class TerminalReporter:
         output: Receives the streamed text.
         display: How much is said.
         questions: The run's questions; each is shown above its answer when there are several.
+        warned: Receives every warning as well, for the JSON of a run that fails.
     """
 
-    def __init__(self, output: Output, display: Display, questions: Sequence[str] = ()) -> None:
+    def __init__(
+        self, output: Output, display: Display, questions: Sequence[str] = (), warned: list[str] | None = None
+    ) -> None:
         self.output = output
         self.display = display
         self.console = make_console(sys.stderr, display.color)
         self._questions = questions
+        self._warned = [] if warned is None else warned
         self._progress: Progress | None = None
         self._draws = display.progress and not display.quiet and is_terminal(sys.stderr)
         self._answers = 0
@@ -140,6 +135,7 @@ class TerminalReporter:
 
     def warn(self, message: str) -> None:
         """Writes one warning line, also with --quiet: what was cut or lost must be said."""
+        self._warned.append(message)
         self._say(f"warning: {message}", "yellow")
 
     def text(self, piece: str) -> None:

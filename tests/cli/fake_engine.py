@@ -60,9 +60,11 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
             print("a library's chatter")
         if question == "reason":
             reporter.reasoning("let me think")
-        warnings: tuple[str, ...] = ("40 tokens were left out",) if question == "warn" else ()
+        warnings: tuple[str, ...] = ("40 tokens were left out",) if question in ("warn", "early") else ()
         for warning in warnings:
             reporter.warn(warning)
+        if question == "early":
+            raise KeyboardInterrupt
         finish = "length" if question == "length" else "stop"
         shown: list[str] = []
         try:
@@ -115,6 +117,6 @@ def make_answer(request: Request, question: str, text: str, finish: str, warning
 
 if __name__ == "__main__":
     sys.modules["cocktail.engine"] = sys.modules["__main__"]
-    from cocktail.cli.app import main
+    from cocktail.cli.__main__ import main
 
     main()

@@ -34,14 +34,14 @@ def test_help_version_and_usage_errors_load_nothing_heavy(arguments: list[str]) 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
+@pytest.mark.parametrize("given", [None, "5"])
 def test_idle_threads_do_not_spin_unless_asked_to(given: str | None) -> None:
-    variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    variables = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     if given:
-        variables["OMP_WAIT_POLICY"] = given
-    code = "import os; from cocktail.cli.app import run; run(['-V']); print(os.environ['OMP_WAIT_POLICY'])"
+        variables["GOMP_SPINCOUNT"] = given
+    code = "import os; from cocktail.cli.app import run; run(['-V']); print(os.environ['GOMP_SPINCOUNT'])"
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == (given or "PASSIVE")
+    assert done.stdout.splitlines()[-1] == (given or "1000")
 
 
 def test_version_is_one_line(cocktail: Run) -> None:
@@ -217,6 +217,31 @@ def test_a_name_that_is_not_utf8_crashes_nothing(spawn: Spawn) -> None:
     assert spawn("ask", "doc", "q", "-o", f"{name}/x").returncode == 2
 
 
+def test_a_file_named_like_an_option_is_told_apart(cocktail: Run) -> None:
+    Path("-dash.txt").write_text("text")
+    result = cocktail("ask", "-dash.txt", "why")
+    assert result.code == 2
+    assert "./-dash.txt" in result.err
+    assert cocktail("ask", "./-dash.txt", "why").code == 0
+
+
+def test_without_a_home_folder_what_needs_none_still_works(cocktail: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name)
+    assert cocktail("ask", "doc", "why").code == 0
+    result = cocktail("config", "path")
+    assert result.code == 2
+    assert "XDG_CONFIG_HOME" in result.err
+    result = cocktail("models", "path", "minilm")
+    assert result.code == 2
+    assert "COCKTAIL_CACHE_DIR" in result.err
+    assert cocktail("models", "path", "minilm", "--cache-dir", "cache").code == 7
+
+
 def test_a_closed_pipe_ends_quietly_with_0() -> None:
     process = subprocess.Popen(
         [sys.executable, str(FAKE_ENGINE), "ask", "doc", "long"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -242,9 +267,28 @@ def test_a_full_disk_behind_standard_output_is_an_error() -> None:
         command = [sys.executable, str(FAKE_ENGINE), "ask", "doc", "why"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == 1
-    assert b"No space left" in done.stderr
+    message = b"error: Standard output cannot be written: No space left on device.\n"
+    assert done.stderr.startswith((message, b"[p. ii"))
+    assert message in done.stderr
+    assert b"defect" not in done.stderr
     assert b"Traceback" not in done.stderr
     assert b"Exception ignored" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_error_does_not_cut_the_answer(unbuffered: str) -> None:
+    for question, code in (("warn", 0), ("model", 7)):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, str(FAKE_ENGINE), "ask", "doc", question, "-v", "--stats"],
+                stdout=subprocess.PIPE,
+                stderr=full,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+                timeout=60,
+                check=False,
+            )
+        assert (done.returncode, done.stdout) == (code, b"" if code else b"Answer to warn.\n")
 
 
 def test_a_reader_of_standard_error_that_leaves_does_not_cut_the_answer() -> None:
@@ -284,6 +328,13 @@ def test_complaint_59_ctrl_c_outside_the_answer_is_no_error_report(cocktail: Run
     assert (result.code, result.out) == (130, "Answer to ctrl-c.\n")
     assert result.err == "error: interrupted\n"
     assert json.loads(cocktail("ask", "doc", "ctrl-c", "--json").out)["error"]["code"] == "interrupted"
+
+
+def test_complaint_59_ctrl_c_before_the_answer_says_so_in_json_with_the_warnings_so_far(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "early", "--json")
+    body = json.loads(result.out)
+    assert (result.code, body["ok"], body["finish_reason"]) == (130, False, "interrupted")
+    assert body["warnings"] == ["40 tokens were left out"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

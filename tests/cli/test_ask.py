@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from cocktail.document import read_document
+from cocktail.errors import DocumentError
+
 Run = Callable[..., Any]
 Spawn = Callable[..., "subprocess.CompletedProcess[bytes]"]
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -115,6 +118,49 @@ def test_several_questions_share_a_run_and_keep_their_order(cocktail: Run, engin
     assert len(engine.SEEN) == 2
 
 
+def test_only_line_ends_part_the_questions_of_a_file(cocktail: Run, engine: ModuleType) -> None:
+    Path("more.txt").write_bytes("one\u2028still one\r\ntwo\x85still two\n".encode())
+    assert cocktail("ask", "doc", "--questions", "more.txt").code == 0
+    assert engine.SEEN[-1][0].questions == ("one\u2028still one", "two\x85still two")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_questions_without_end_are_refused(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "--questions", "/dev/zero")
+    assert result.code == 2
+    assert "4,194,304 bytes" in result.err
+
+
+@pytest.mark.parametrize(
+    "words", [("b.txt", "-q", "Q"), ("b.txt", "c.txt"), ("b.txt", "Q"), ("Q", "b.txt"), ("b.txt", "c.txt", "-q", "Q")]
+)
+@pytest.mark.parametrize("command", ["ask", "inspect"])
+def test_a_second_document_is_no_question(cocktail: Run, command: str, words: tuple[str, ...]) -> None:
+    for name in ("a.txt", "b.txt", "c.txt"):
+        Path(name).write_text("text")
+    if command == "inspect":
+        words = tuple(word for word in words if word not in ("-q", "Q"))
+    result = cocktail(command, "a.txt", *words)
+    assert (result.code, result.out) == (2, "")
+    assert f"{command} takes one document; b.txt is a file." in result.err
+    assert "several documents are not supported in this version" in result.err
+
+
+def test_text_of_the_command_line_is_utf8_whatever_the_locale(spawn: Spawn) -> None:
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = spawn("ask", "doc", "caf\u00e9", "-q", "\u4f60".encode(), "--json", env=variables)
+    assert [json.loads(line)["question"] for line in done.stdout.splitlines()] == ["caf\u00e9", "\u4f60"]
+
+
+def test_text_that_is_not_utf8_reaches_the_engine_as_text(cocktail: Run, engine: ModuleType) -> None:
+    bad = os.fsdecode(b"caf\xe9 \xc3\xa9")
+    flags = ("-q", bad, "-s", bad, "--stop", bad, "--password", bad)
+    assert cocktail("ask", "doc", bad, *flags).code == 0
+    request, config = engine.SEEN[-1]
+    good = "caf\ufffd \u00e9"
+    assert (*request.questions, config.system, *config.stop, request.password) == (good,) * 5
+
+
 @pytest.mark.parametrize(("content", "words"), [(b"\n \n", "no question"), (b"\xff", "UTF-8")])
 def test_a_questions_file_that_holds_none_is_refused(cocktail: Run, content: bytes, words: str) -> None:
     Path("more.txt").write_bytes(content)
@@ -210,6 +256,43 @@ def test_a_run_that_fails_keeps_the_old_file(cocktail: Run, question: str) -> No
     assert cocktail("ask", "doc", "first", "-q", question, "-o", "answer.txt").code != 0
     assert Path("answer.txt").read_text() == "old"
     assert os.listdir() == ["answer.txt"]
+
+
+def test_what_is_read_is_not_replaced(cocktail: Run, engine: ModuleType) -> None:
+    Path("doc.txt").write_text("old")
+    Path("more.txt").write_text("why")
+    Path("link.txt").symlink_to("doc.txt")
+    for target in ("doc.txt", "./doc.txt", "link.txt", "more.txt"):
+        result = cocktail("ask", "doc.txt", "--questions", "more.txt", "-o", target)
+        assert (result.code, result.out) == (2, "")
+        assert "which the answer would replace" in result.err
+    assert Path("doc.txt").read_text() == "old"
+    assert engine.SEEN == []
+    assert cocktail("ask", "doc.txt", "why", "-o", "more.txt").code == 0
+
+
+def test_the_file_behind_standard_input_is_not_replaced(spawn: Spawn) -> None:
+    Path("doc.txt").write_text("old")
+    with open("doc.txt", "rb") as stream:
+        assert spawn("ask", "-", "why", "-o", "doc.txt", stdin=stream).returncode == 2
+    assert Path("doc.txt").read_text() == "old"
+
+
+def test_a_name_too_long_for_a_file_is_wrong_usage(cocktail: Run, engine: ModuleType) -> None:
+    result = cocktail("ask", "doc", "why", "-o", "a" * 300)
+    assert result.code == 2
+    assert "name too long" in result.err
+    assert engine.SEEN == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no folder that is in use")
+def test_a_missing_document_is_said_from_a_deleted_folder(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = own_folders / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(DocumentError, match=r"none\.txt does not exist"):
+        read_document("none.txt")
 
 
 def test_a_replaced_file_keeps_its_permissions_and_links(cocktail: Run) -> None:

@@ -119,7 +119,7 @@ def version(package):
     return found(package)
 metadata.version = version
 sys.modules.update({name: None for name in absent})
-from cocktail.cli.app import main
+from cocktail.cli.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, timeout=120, check=False)

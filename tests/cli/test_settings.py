@@ -8,7 +8,7 @@ import pytest
 
 from cocktail.config import Config
 from cocktail.errors import UsageError
-from cocktail.settings import PARSERS, parse_size, resolve, user_file
+from cocktail.settings import PARSERS, as_utf8, parse_size, resolve, user_file
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,24 @@ def test_parse_size_reads_decimal_and_binary_units(text: str, size: int) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["", "lots", "0", "0GB", "-8GB", "8XB", "8iB", "8 8", "1e3", "nan", "inf", "7,5GB", "8GBs", "\u0668", "9" * 40],
+    [
+        "",
+        "lots",
+        "0",
+        "0GB",
+        "-8GB",
+        "8XB",
+        "8iB",
+        "8 8",
+        "1e3",
+        "nan",
+        "inf",
+        "7,5GB",
+        "8GBs",
+        "\u0668",
+        "9" * 40,
+        "9" * 5000,
+    ],
 )
 def test_parse_size_refuses_what_is_no_budget(text: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -53,8 +70,10 @@ def test_defaults_are_those_of_the_configuration() -> None:
 
 
 def test_flag_beats_variable_beats_project_file_beats_user_file_beats_default() -> None:
-    user_file().parent.mkdir(parents=True)
-    user_file().write_text('seed = 1\ntop_k = 1\ntop_p = 0.1\nmodel = "user"\n')
+    users = user_file()
+    assert users is not None
+    users.parent.mkdir(parents=True)
+    users.write_text('seed = 1\ntop_k = 1\ntop_p = 0.1\nmodel = "user"\n')
     Path("cocktail.toml").write_text('seed = 2\ntop_k = 2\ntop_p = 0.2\nstop = ["a", "b"]\n')
     settings = resolve({"seed": 4, "stop": []}, {"COCKTAIL_SEED": "3", "COCKTAIL_TOP_K": "3", "COCKTAIL_KV": ""})
     config = settings.config()
@@ -157,8 +176,10 @@ def test_any_model_may_come_from_the_flag_the_variable_or_the_user_file() -> Non
     for place in ("--model", "COCKTAIL_MODEL", str(user_file())):
         assert place in str(caught.value.hint)
     Path("cocktail.toml").unlink()
-    user_file().parent.mkdir(parents=True)
-    user_file().write_text("model = 'org/one'\nscorer = 'org/two'")
+    users = user_file()
+    assert users is not None
+    users.parent.mkdir(parents=True)
+    users.write_text("model = 'org/one'\nscorer = 'org/two'")
     config = resolve({}, {}).config()
     assert (config.model, config.scorer) == ("org/one", "org/two")
     assert resolve({"model": "./folder"}, {"COCKTAIL_SCORER": "org/three"}).config().scorer == "org/three"
@@ -180,3 +201,23 @@ def test_thresholds_that_cross_are_found_across_sources() -> None:
 def test_a_home_folder_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert resolve({"cache_dir": "~/c"}, {}).config().cache_dir == Path("/home/me/c")
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, "[0x" + "f" * 5000 + "]"])
+def test_a_number_of_thousands_of_digits_is_wrong_usage(value: str) -> None:
+    Path("cocktail.toml").write_text(f"seed = {value}")
+    with pytest.raises(UsageError, match="too many digits"):
+        resolve({}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("caf\u00e9 \U0001f469", "caf\u00e9 \U0001f469"),
+        ("caf\udcc3\udca9", "caf\u00e9"),
+        ("caf\udce9", "caf\ufffd"),
+        ("\ud83d", "\ufffd"),
+    ],
+)
+def test_text_is_read_as_utf8(text: str, read: str) -> None:
+    assert as_utf8(text) == read

@@ -33,7 +33,7 @@ def test_supported(model_type: str) -> None:
 
 
 def test_architecture_that_is_no_list() -> None:
-    config = make("llama")
+    config: Any = make("llama")
     config.architectures = "LlamaForCausalLM"
     check_supported(config)
     config.architectures = "LlamaForSequenceClassification"
