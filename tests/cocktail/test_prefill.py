@@ -178,7 +178,9 @@ def test_smollm2_tokens_equal_transformers_on_5000_tokens(smollm2_folder: Any, s
     with torch.inference_mode():
         ours = forward_logits(model, more, positions, cache, logits_to_keep=0)
         wanted = reference(more[None], use_cache=True, **past).logits[0]
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+    # Of 49 million logits the largest difference measured is 9.4e-5; those far from zero may add a few units in the
+    # last place on another processor.
+    torch.testing.assert_close(ours, wanted, rtol=5e-6, atol=1e-4)
     assert_same_choice(ours.argmax(-1), wanted)
 
 
