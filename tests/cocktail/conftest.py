@@ -36,6 +36,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}),
     "olmo": ("Olmo", {}),
     "olmo2": ("Olmo2", {}),
+    # Sliding and full layers in turn.
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 
@@ -43,7 +53,8 @@ def tiny_model(family: str, attn_implementation: str, **changes: Any) -> PreTrai
     """A random float32 decoder; the same weights for the same family whatever the attention."""
     attention.register()
     name, special = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **special, **changes})
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = config_class(**{**SMALL, **special, **changes})
     config._attn_implementation = attn_implementation
     torch.manual_seed(7)
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
