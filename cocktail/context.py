@@ -121,8 +121,8 @@ class SegmentArena:
         self, geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, dtype: torch.dtype, device: torch.device
     ) -> None:
         nbytes = segment_bytes(geometry, layout, plan, dtype.itemsize)
-        pairs = np.unique(np.stack([plan.k_bits, plan.v_bits], axis=-1).reshape(-1, 2), axis=0)
-        most_tensors = geometry.num_layers * (len(pairs) + 1) * len(fields(Segment))
+        most_segments = len(bit_pairs(plan.k_bits, plan.v_bits)) + 1
+        most_tensors = geometry.num_layers * most_segments * len(fields(Segment))
         self._block = torch.empty(nbytes + most_tensors * self.ALIGNMENT, dtype=torch.uint8, device=device)
         self._used = 0
         self._plan = plan
@@ -147,8 +147,19 @@ class SegmentArena:
 
     def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         span = self._block[self._used : self._used + tensor.nbytes]
-        self._used += -(-tensor.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        self._used += align(tensor.nbytes, self.ALIGNMENT)
         return span.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def align(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def bit_pairs(k_bits: np.ndarray, v_bits: np.ndarray) -> list[tuple[int, int]]:
+    """The distinct (key bits, value bits) of chunks, ascending; both arrays have one shape."""
+    pairs = np.unique(np.stack([k_bits, v_bits], axis=-1).reshape(-1, 2), axis=0)
+    return [(k, v) for k, v in pairs.tolist()]
 
 
 def context_segments(
@@ -166,7 +177,9 @@ def context_segments(
     shape = (layout.num_chunks, layout.chunk_size)
     key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
     device, group = context.key.device, value_group_size(context.key.shape[-1])
-    for pair in sorted({(int(k), int(v)) for k, v in zip(k_bits, v_bits, strict=True)} - {(UNQUANTIZED, UNQUANTIZED)}):
+    for pair in bit_pairs(k_bits, v_bits):
+        if pair == (UNQUANTIZED, UNQUANTIZED):
+            continue
         blocks = torch.from_numpy(np.flatnonzero((k_bits == pair[0]) & (v_bits == pair[1]))).to(device)
         yield quantize_pack(key, value, blocks, *pair, group)
     full = np.flatnonzero((k_bits == UNQUANTIZED) & (v_bits == UNQUANTIZED))

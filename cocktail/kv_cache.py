@@ -10,7 +10,7 @@ import torch
 from transformers import Cache
 
 from cocktail.bit_plan import BitPlan
-from cocktail.context import ContextLayout, KVGeometry, LayerContext, SegmentArena, context_segments
+from cocktail.context import ContextLayout, KVGeometry, LayerContext, SegmentArena, align, context_segments
 from cocktail.kernels.mixed_attention import mixed_attention
 from cocktail.kernels.segment import Segment
 
@@ -178,11 +178,6 @@ class MixedKVCache(Cache):
         """Stored bits per context value, scales and tables included, the tail left out."""
         tail = self.tail_capacity * self.geometry.values_per_token * self.dtype.itemsize
         return 8 * (self.nbytes - tail) / max(1, self.geometry.values_per_token * self.layout.context_len)
-
-
-def align(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `size`."""
-    return -(-size // multiple) * multiple
 
 
 class ContextMask:
