@@ -117,9 +117,12 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
             token_times: list[float] = []
             with watch.measure("decode"):
                 generation = _generate(job, loaded, cache, logits, config, recorder, token_times)
+            warnings = list(recorder.warnings)
             if generation.finish_reason == "length":
-                recorder.warn(f"the answer was cut at --max-tokens {config.max_tokens}.")
-            yield _answer(job, loaded, index, question, generation, cache, token_times, recorder.warnings, watch)
+                # This question's own; the recorder keeps what concerns them all.
+                warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
+                reporter.warn(warnings[-1])
+            yield _answer(job, loaded, index, question, generation, cache, token_times, warnings, watch)
             if generation.finish_reason == "interrupted":
                 return
 

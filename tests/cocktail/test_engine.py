@@ -112,6 +112,15 @@ def test_several_questions_share_one_prefill_and_answer_as_if_alone(document: Pa
         assert shared.kv.chunks == alone.kv.chunks
 
 
+def test_an_answer_that_was_cut_warns_of_itself_only(document: Path, config: Config) -> None:
+    reporter = Recording()
+    answers = ask(document, config, "Who cut the wheel?", "How many cats are there?", reporter=reporter)
+    assert [answer.finish_reason for answer in answers] == ["length", "length"]
+    cut = "the answer was cut at --max-tokens 8."
+    assert [answer.warnings for answer in answers] == [(cut,), (cut,)]
+    assert reporter.warnings == [cut, cut]
+
+
 def test_the_same_seed_gives_the_same_text(document: Path, config: Config) -> None:
     warm = replace(config, temperature=1.5, seed=5, max_tokens=16)
     first, again, other = (ask(document, c)[0].answer for c in (warm, warm, replace(warm, seed=6)))
