@@ -15,6 +15,7 @@ import torch
 
 from cocktail.kernels.mixed_attention_ref import mixed_attention_ref
 from cocktail.kernels.segment import Segment
+from cocktail.kernels.segment_table import SegmentTable
 
 
 def mixed_attention(
@@ -24,16 +25,19 @@ def mixed_attention(
     tail_value: torch.Tensor,
     tail_mask: torch.Tensor | None,
     scaling: float,
+    tail_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output of every query row.
 
     Args:
         query: [num_heads, rows, head_dim], run dtype, after RoPE; heads of one KV head are adjacent (GQA).
-        segments: the context; every row sees every token of every segment.
-        tail_key: [num_kv_heads, tail_len, head_dim], run dtype; tail_len may be 0 if there is a segment.
+        segments: the context; every row sees every token of every segment. A `SegmentTable` saves building one.
+        tail_key: [num_kv_heads, tail_slots, head_dim], run dtype; tail_slots may be 0 if there is a segment.
         tail_value: as `tail_key`.
-        tail_mask: [rows, tail_len], bool, True where the row sees the slot; None: all see all.
+        tail_mask: [rows, tail_slots], bool, True where the row sees the slot; None: all see all.
         scaling: the softmax scale, usually head_dim ** -0.5.
+        tail_len: int32, one value, on the device of `query`: slots from it on are seen by no row. None: all slots
+            count. A captured CUDA graph reads it anew at every replay.
 
     Returns:
         [num_heads, rows, head_dim], the dtype of `query`; zeros for a row that sees nothing.
@@ -42,13 +46,14 @@ def mixed_attention(
         ValueError: if shapes do not belong together, or there is nothing to attend to.
     """
     num_heads, rows, head_dim = query.shape
-    num_kv_heads, tail_len, tail_dim = tail_key.shape
-    if num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape[:2] != tail_key.shape[:2]:
+    num_kv_heads, tail_slots, tail_dim = tail_key.shape
+    if num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape != tail_key.shape:
         raise ValueError(f"query {tuple(query.shape)} does not fit tail key {tuple(tail_key.shape)}")
-    if tail_mask is not None and tail_mask.shape != (rows, tail_len):
-        raise ValueError(f"tail_mask {tuple(tail_mask.shape)} must be {(rows, tail_len)}")
-    if any(segment.num_kv_heads != num_kv_heads for segment in segments):
+    if tail_mask is not None and tail_mask.shape != (rows, tail_slots):
+        raise ValueError(f"tail_mask {tuple(tail_mask.shape)} must be {(rows, tail_slots)}")
+    table = SegmentTable.of(segments)
+    if any(segment.num_kv_heads != num_kv_heads for segment in table):
         raise ValueError(f"every segment must have {num_kv_heads} KV heads")
-    if not tail_len and not any(segment.num_tokens for segment in segments):
+    if not tail_slots and not table:
         raise ValueError("there is no token to attend to")
-    return mixed_attention_ref(query, segments, tail_key, tail_value, tail_mask, scaling)
+    return mixed_attention_ref(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)

@@ -32,10 +32,15 @@ def mixed_attention_ref(
     tail_value: torch.Tensor,
     tail_mask: torch.Tensor | None,
     scaling: float,
+    tail_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Online softmax over every tile, merged by log-sum-exp, in float32; see `mixed_attention`."""
     num_heads, rows, head_dim = query.shape
     num_kv_heads = tail_key.shape[0]
+    if tail_len is not None:
+        used = int(tail_len)
+        tail_key, tail_value = tail_key[:, :used], tail_value[:, :used]
+        tail_mask = None if tail_mask is None else tail_mask[:, :used]
     tile_tokens = attention_tile_tokens(rows, num_heads)
     grouped = query.float().reshape(num_kv_heads, -1, head_dim) * scaling
     # A finite start keeps exp() free of inf - inf where a whole tile is masked, and a row that sees nothing at zero.

@@ -5,29 +5,58 @@ from __future__ import annotations
 import torch
 
 from cocktail.kernels.quantize_pack_ref import quantize_pack_ref
-from cocktail.kernels.segment import CODE_BITS, UNQUANTIZED, Segment
+from cocktail.kernels.segment import CODE_BITS, FP8, UNQUANTIZED, Allocate, Segment, empty_segment
+
+ALL_BITS = (*CODE_BITS, FP8, UNQUANTIZED)
 
 
 def quantize_pack(
-    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: torch.Tensor,
+    k_bits: int,
+    v_bits: int,
+    v_group_size: int,
+    *,
+    scale_bits: int = 16,
+    k_span: int = 1,
+    allocate: Allocate | None = None,
 ) -> Segment:
     """One contiguous segment of the given blocks, in the given order.
 
     Args:
         key: [num_kv_heads, num_blocks, block_size, head_dim], run dtype, any strides: a layer's keys after RoPE.
         value: as `key`.
-        blocks: [num_chosen], int64: which blocks go into the segment (the paper's reordering).
-        k_bits: 2, 3, 4, 8, or 16 (unquantized); one scale per channel and block.
+        blocks: [num_chosen], int64, ascending: which blocks go into the segment (the paper's reordering).
+        k_bits: 2, 3, 4, 8, FP8, or 16 (unquantized); one scale per channel and block.
         v_bits: as `k_bits`; one scale per token and group of `v_group_size` channels.
         v_group_size: a divisor of head_dim.
+        scale_bits: 16, or 8 for scales and zeros that are 8-bit codes themselves; those of FP8 stay at 16.
+        k_span: 1, 2 or 4: the chosen blocks among `k_span` neighbours, aligned in document order, share key scales.
+        allocate: where the segment is held; None: new memory on the device of `key`.
 
     Raises:
         ValueError: for shapes or bit widths that the layout cannot hold.
     """
     if key.shape != value.shape or key.dim() != 4:
         raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must be one 4-D shape")
-    if k_bits not in (*CODE_BITS, UNQUANTIZED) or v_bits not in (*CODE_BITS, UNQUANTIZED):
-        raise ValueError(f"k_bits {k_bits} and v_bits {v_bits} must be among {(*CODE_BITS, UNQUANTIZED)}")
+    if k_bits not in ALL_BITS or v_bits not in ALL_BITS:
+        raise ValueError(f"k_bits {k_bits} and v_bits {v_bits} must be among {ALL_BITS}")
     if key.shape[-1] % 8 or key.shape[-1] % v_group_size:
         raise ValueError(f"head_dim {key.shape[-1]} must be a multiple of 8 and of v_group_size {v_group_size}")
-    return quantize_pack_ref(key, value, blocks, k_bits, v_bits, v_group_size)
+    if scale_bits not in (8, 16) or k_span not in (1, 2, 4):
+        raise ValueError(f"scale_bits {scale_bits} must be 8 or 16, and k_span {k_span} 1, 2 or 4")
+
+    def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=key.device)
+
+    allocate = allocate or on_device
+    scale_index = None
+    if k_span > 1 and k_bits != UNQUANTIZED and len(blocks):
+        _, rows = torch.unique_consecutive(blocks // k_span, return_inverse=True)
+        scale_index = allocate(rows.shape, torch.int32).copy_(rows)
+    shape = (key.shape[0], len(blocks), key.shape[2], key.shape[3])
+    out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index)
+    if len(blocks):
+        quantize_pack_ref(key, value, blocks, out)
+    return out

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 
 from cocktail.kernels.limits import QUANTIZE_VALUES
 from cocktail.kernels.packing import pack, unpack
-from cocktail.kernels.segment import UNQUANTIZED, Segment
+from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
 
 # Below float16's normal range, yet precise to 1 %: a constant group gets this scale instead of zero.
 SCALE_EPSILON = 2.0**-17
 HALF_MAX = torch.finfo(torch.float16).max
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 # Two-bit keys clip their outliers; with plain min-max, four levels leave most keys at one of two values.
 KEY_SHARES = {2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}
 
@@ -55,32 +54,127 @@ def quantize_groups(
     return best[1], best[2], best[3]
 
 
-def quantize_pack_ref(
-    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
-) -> Segment:
-    """Gathers `blocks` of a layer's unquantized KV in that order and quantizes them; see `quantize_pack`."""
+def quantize_fp8(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 e4m3 codes of groups along `dim`, symmetric: scale = max(max |x| / 448, epsilon), rounded to float16.
+
+    Returns:
+        codes (uint8, the bits of the e4m3 numbers, the shape of x) and scale (float16, size 1 along `dim`).
+    """
+    x = x.float()
+    scale = (x.abs().amax(dim=dim, keepdim=True) / FP8_MAX).clamp(SCALE_EPSILON, HALF_MAX).half()
+    codes = (x / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scale
+
+
+def quantize_scales(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes of scales or zeros whose last axis shares one range: x is about r[0] * code + r[1].
+
+    r[1] = min and r[0] = max((max - min) / 255, the least positive float16), both rounded to float16 first.
+
+    Returns:
+        codes (uint8, the shape of x) and r ([..., 2], float16).
+    """
+    low, high = x.float().aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / 255).clamp(2.0**-24, HALF_MAX).half()
+    low = low.half()
+    codes = ((x.float() - low.float()) / step.float()).round_().clamp_(0, 255).to(torch.uint8)
+    return codes, torch.cat([step, low], dim=-1)
+
+
+def quantize_pack_ref(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment) -> None:
+    """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`."""
     block_values = key.shape[0] * key.shape[2] * key.shape[3]
-    batches = blocks.split(max(1, QUANTIZE_VALUES // block_values))
-    parts = [_quantize_batch(key, value, batch, k_bits, v_bits, v_group_size) for batch in batches]
-    if len(parts) == 1:
-        return parts[0]
-    names = [field.name for field in fields(Segment) if isinstance(getattr(parts[0], field.name), torch.Tensor)]
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
-    return replace(parts[0], **joined)
+    batch = max(1, QUANTIZE_VALUES // block_values)
+    rows = torch.arange(len(blocks), device=key.device) if out.scale_index is None else out.scale_index.long()
+    first = 0
+    while first < len(blocks):
+        # Blocks that share key scales stay together.
+        last = int((rows < rows[first] + batch).sum())
+        _quantize_values(value.index_select(1, blocks[first:last]), out, first, last)
+        _quantize_keys(key.index_select(1, blocks[first:last]), rows[first:last], out, first, last)
+        first = last
 
 
-def _quantize_batch(
-    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, k_bits: int, v_bits: int, v_group_size: int
-) -> Segment:
-    key, value = key.index_select(1, blocks), value.index_select(1, blocks)
-    k_scale = k_zero = v_scale = v_zero = None
-    if k_bits != UNQUANTIZED:
-        codes, k_scale, k_zero = quantize_groups(key, k_bits, 2, KEY_SHARES.get(k_bits, (1.0,)))
-        key, k_scale, k_zero = pack(codes, k_bits), k_scale.squeeze(2), k_zero.squeeze(2)
-    if v_bits != UNQUANTIZED:
-        codes, v_scale, v_zero = quantize_groups(value.unflatten(-1, (-1, v_group_size)), v_bits, dim=-1)
-        value, v_scale, v_zero = pack(codes.flatten(-2), v_bits), v_scale.squeeze(-1), v_zero.squeeze(-1)
-    return Segment(k_bits, v_bits, key, value, k_scale, k_zero, v_scale, v_zero)
+def _quantize_keys(key: torch.Tensor, rows: torch.Tensor, out: Segment, first: int, last: int) -> None:
+    if out.k_bits == UNQUANTIZED:
+        out.key[:, first:last] = key
+        return
+    assert out.k_scale is not None
+    for low, high in _equal_runs(rows):
+        start, stop = int(rows[low]), int(rows[high - 1]) + 1
+        # [heads, scales, tokens that share a scale, head_dim]
+        group = key[:, low:high].reshape(key.shape[0], stop - start, -1, key.shape[-1])
+        if out.k_bits == FP8:
+            codes, scale = quantize_fp8(group, 2)
+            out.k_scale[:, start:stop] = scale.squeeze(2)
+        else:
+            assert out.k_zero is not None
+            codes, scale, zero = quantize_groups(group, out.k_bits, 2, KEY_SHARES.get(out.k_bits, (1.0,)))
+            if out.k_range is not None:
+                small_scale, scale_range = quantize_scales(scale.squeeze(2))
+                small_zero, zero_range = quantize_scales(zero.squeeze(2))
+                out.k_range[:, start:stop] = torch.cat([scale_range, zero_range], dim=-1)
+                out.k_scale[:, start:stop], out.k_zero[:, start:stop] = small_scale, small_zero
+                read_scale, read_zero = (
+                    t.unsqueeze(2) for t in decode_scales(small_scale, small_zero, out.k_range[:, start:stop])
+                )
+                codes = encode(group.float(), read_scale, read_zero, out.k_bits)
+            else:
+                out.k_scale[:, start:stop], out.k_zero[:, start:stop] = scale.squeeze(2), zero.squeeze(2)
+            codes = pack(codes, out.k_bits)
+        out.key[:, first + low : first + high] = codes.reshape(key.shape[0], high - low, key.shape[2], -1)
+
+
+def _equal_runs(rows: torch.Tensor) -> list[tuple[int, int]]:
+    """Spans of blocks whose groups have one size: [first, last) pairs; rows ascend."""
+    counts = torch.unique_consecutive(rows, return_counts=True)[1].tolist()
+    spans, start, run_start = [], 0, 0
+    for index, count in enumerate(counts):
+        start += count
+        if index + 1 == len(counts) or counts[index + 1] != count:
+            spans.append((run_start, start))
+            run_start = start
+    return spans
+
+
+def _quantize_values(value: torch.Tensor, out: Segment, first: int, last: int) -> None:
+    if out.v_bits == UNQUANTIZED:
+        out.value[:, first:last] = value
+        return
+    assert out.v_scale is not None
+    groups = value.unflatten(-1, (out.v_scale.shape[-1], -1))
+    if out.v_bits == FP8:
+        codes, scale = quantize_fp8(groups, -1)
+        out.value[:, first:last], out.v_scale[:, first:last] = codes.flatten(-2), scale.squeeze(-1)
+        return
+    assert out.v_zero is not None
+    codes, scale, zero = quantize_groups(groups, out.v_bits, -1)
+    scale, zero = scale.squeeze(-1), zero.squeeze(-1)
+    if out.v_range is not None:
+        small_scale, scale_range = quantize_scales(scale.flatten(-2))
+        small_zero, zero_range = quantize_scales(zero.flatten(-2))
+        out.v_range[:, first:last] = torch.cat([scale_range, zero_range], dim=-1)
+        read = decode_scales(small_scale, small_zero, out.v_range[:, first:last])
+        read_scale, read_zero = (t.view(scale.shape).unsqueeze(-1) for t in read)
+        codes = encode(groups.float(), read_scale, read_zero, out.v_bits)
+        scale, zero = small_scale.view(scale.shape), small_zero.view(zero.shape)
+    out.v_scale[:, first:last], out.v_zero[:, first:last] = scale, zero
+    out.value[:, first:last] = pack(codes.flatten(-2), out.v_bits)
+
+
+def encode(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of float32 values for given float32 scales and zeros, uint8."""
+    return ((x - zero) / scale).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
+
+def decode_scales(
+    scale: torch.Tensor, zero: torch.Tensor, ranges: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zeros in float32: float16 ones as they are, 8-bit ones by `ranges`, [..., 4] with one axis less."""
+    if ranges is None:
+        return scale.float(), zero.float()
+    r = ranges.float().unsqueeze(-2)
+    return scale.float() * r[..., 0] + r[..., 1], zero.float() * r[..., 2] + r[..., 3]
 
 
 def dequantize_blocks(segment: Segment, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,12 +188,26 @@ def dequantize_blocks(segment: Segment, first: int, last: int) -> tuple[torch.Te
     else:
         physical = segment.block_table[first:last].long()
     key, value = segment.key[:, physical], segment.value[:, physical]
-    if segment.k_scale is not None and segment.k_zero is not None:
+    if segment.k_scale is not None:
         rows = physical if segment.scale_index is None else segment.scale_index[first:last].long()
-        scale, zero = segment.k_scale[:, rows].float(), segment.k_zero[:, rows].float()
-        key = unpack(key, segment.k_bits).float().mul_(scale.unsqueeze(2)).add_(zero.unsqueeze(2))
-    if segment.v_scale is not None and segment.v_zero is not None:
-        scale, zero = segment.v_scale[:, physical].float(), segment.v_zero[:, physical].float()
-        codes = unpack(value, segment.v_bits).float().unflatten(-1, (scale.shape[-1], -1))
+        scale, zero = _read_scales(segment.k_scale, segment.k_zero, segment.k_range, rows)
+        key = _decode(key, segment.k_bits).mul_(scale.unsqueeze(2)).add_(zero.unsqueeze(2))
+    if segment.v_scale is not None:
+        scale, zero = _read_scales(segment.v_scale, segment.v_zero, segment.v_range, physical)
+        codes = _decode(value, segment.v_bits).unflatten(-1, (scale.shape[-1], -1))
         value = codes.mul_(scale.unsqueeze(-1)).add_(zero.unsqueeze(-1)).flatten(-2)
     return key.flatten(1, 2).float(), value.flatten(1, 2).float()
+
+
+def _decode(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn).float() if bits == FP8 else unpack(codes, bits).float()
+
+
+def _read_scales(
+    scale: torch.Tensor, zero: torch.Tensor | None, ranges: torch.Tensor | None, rows: slice | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale[:, rows]
+    if zero is None:
+        return scale.float(), torch.zeros_like(scale, dtype=torch.float32)
+    flat = decode_scales(scale.flatten(2), zero[:, rows].flatten(2), None if ranges is None else ranges[:, rows])
+    return flat[0].view(scale.shape), flat[1].view(scale.shape)

@@ -1,0 +1,81 @@
+"""The segments of one layer as one table of addresses and sizes, which a kernel reads instead of many arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+
+from cocktail.kernels.segment import Segment
+
+# Columns of a row of the table. Addresses are of contiguous tensors; 0 stands for a tensor that there is not.
+(
+    KEY,
+    VALUE,
+    K_SCALE,
+    K_ZERO,
+    V_SCALE,
+    V_ZERO,
+    K_RANGE,
+    V_RANGE,
+    BLOCK_TABLE,
+    SCALE_INDEX,
+    NUM_BLOCKS,
+    PHYSICAL_BLOCKS,
+    NUM_SCALES,
+    BLOCK_SIZE,
+    VALUE_GROUPS,
+    K_BITS,
+    V_BITS,
+    ITEM_BYTES,
+) = range(18)
+COLUMNS = 18
+
+
+class SegmentTable(tuple[Segment, ...]):
+    """A layer's segments, with the table that kernels read.
+
+    Segments without tokens are left out. Their tensors must be contiguous and stay where they are.
+    """
+
+    def __new__(cls, segments: Iterable[Segment] = ()) -> SegmentTable:
+        return super().__new__(cls, (segment for segment in segments if segment.num_tokens))
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> SegmentTable:
+        return segments if isinstance(segments, cls) else cls(segments)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(segment.num_tokens for segment in self)
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """[segments, COLUMNS], int64, on the segments' device."""
+        device = self[0].key.device if self else "cpu"
+        return torch.tensor([_row(s) for s in self], dtype=torch.int64, device=device).reshape(-1, COLUMNS)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    if not tensor.is_contiguous():
+        raise ValueError(f"a segment's tensor of shape {tuple(tensor.shape)} is not contiguous")
+    return tensor.data_ptr()
+
+
+def _row(segment: Segment) -> list[int]:
+    scaled = (segment.key, segment.value, segment.k_scale, segment.k_zero, segment.v_scale, segment.v_zero)
+    tables = (segment.k_range, segment.v_range, segment.block_table, segment.scale_index)
+    return [
+        *(_address(tensor) for tensor in (*scaled, *tables)),
+        segment.num_blocks,
+        segment.key.shape[1],
+        0 if segment.k_scale is None else segment.k_scale.shape[1],
+        segment.block_size,
+        0 if segment.v_scale is None else segment.v_scale.shape[3],
+        segment.k_bits,
+        segment.v_bits,
+        max(segment.key.itemsize, segment.value.itemsize),
+    ]
