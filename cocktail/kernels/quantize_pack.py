@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cocktail.kernels.quantize_pack_ref import quantize_pack_ref
@@ -47,10 +49,10 @@ def quantize_pack(
     if scale_bits not in (8, 16) or k_span not in (1, 2, 4):
         raise ValueError(f"scale_bits {scale_bits} must be 8 or 16, and k_span {k_span} 1, 2 or 4")
 
-    def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def on_device(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=key.device)
 
-    allocate = allocate or on_device
+    allocate = on_device if allocate is None else allocate
     scale_index = None
     if k_span > 1 and k_bits != UNQUANTIZED and len(blocks):
         _, rows = torch.unique_consecutive(blocks // k_span, return_inverse=True)
