@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -47,8 +48,25 @@ class SegmentTable(tuple[Segment, ...]):
         return segments if isinstance(segments, cls) else cls(segments)
 
     @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What kernels computed from the segments' sizes and keep here, each under keys of its own."""
+        return {}
+
+    @cached_property
     def num_tokens(self) -> int:
         return sum(segment.num_tokens for segment in self)
+
+    @cached_property
+    def value_groups(self) -> int:
+        """Groups of values of a token that share a scale, 1 if no segment has value scales.
+
+        Raises:
+            ValueError: if segments differ in it.
+        """
+        groups = {segment.v_scale.shape[-1] for segment in self if segment.v_scale is not None} or {1}
+        if len(groups) > 1:
+            raise ValueError(f"segments of one layer have {sorted(groups)} value groups; they must have one number")
+        return groups.pop()
 
     @cached_property
     def table(self) -> torch.Tensor:
