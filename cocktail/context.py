@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from cocktail.architecture import SLIDING, layer_types
 from cocktail.bit_plan import BitPlan
 from cocktail.kernels.quantize_pack import quantize_pack
-from cocktail.kernels.segment import UNQUANTIZED, Segment, value_group_size
+from cocktail.kernels.segment import FP8, UNQUANTIZED, Allocate, Segment, stored_bits, value_group_size
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,20 @@ def segment_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, it
         if window is not None:
             continue
         k_bits, v_bits = (bits.astype(np.int64) for bits in plan.layer(index))
-        k_coded = chunk * (head_dim * k_bits // 8) + 4 * head_dim
-        v_coded = chunk * (head_dim * v_bits // 8 + 4 * (head_dim // group))
+        # FP8 codes have a scale and no zero.
+        k_coded = chunk * (head_dim * _stored(k_bits) // 8) + np.where(k_bits == FP8, 2, 4) * head_dim
+        v_scales = np.where(v_bits == FP8, 2, 4) * (head_dim // group)
+        v_coded = chunk * (head_dim * _stored(v_bits) // 8 + v_scales)
         chunks = np.where(k_bits == UNQUANTIZED, unquantized, k_coded)
         chunks += np.where(v_bits == UNQUANTIZED, unquantized, v_coded)
         outside = layout.context_len - layout.num_chunks * chunk
         total += int(chunks.sum()) + 2 * outside * head_dim * itemsize
     return total * geometry.num_kv_heads
+
+
+def _stored(bits: np.ndarray) -> np.ndarray:
+    """Bits in memory of each chunk's values."""
+    return np.where(bits == FP8, stored_bits(FP8), bits)
 
 
 class SegmentArena:
@@ -113,42 +121,41 @@ class SegmentArena:
         plan: the bits that every layer will be sealed by.
         dtype: the run's dtype.
         device: where the block is held.
+        reorder: see `context_segments`.
     """
 
     ALIGNMENT = 64
 
     def __init__(
-        self, geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, dtype: torch.dtype, device: torch.device
+        self,
+        geometry: KVGeometry,
+        layout: ContextLayout,
+        plan: BitPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        reorder: bool = True,
     ) -> None:
         nbytes = segment_bytes(geometry, layout, plan, dtype.itemsize)
-        most_segments = len(bit_pairs(plan.k_bits, plan.v_bits)) + 1
+        most_segments = (len(bit_pairs(plan.k_bits, plan.v_bits)) if reorder else layout.num_chunks) + 1
         most_tensors = geometry.num_layers * most_segments * len(fields(Segment))
         self._block = torch.empty(nbytes + most_tensors * self.ALIGNMENT, dtype=torch.uint8, device=device)
         self._used = 0
         self._plan = plan
         self._layers: set[int] = set()
 
-    def admits(self, layer_idx: int, plan: BitPlan) -> bool:
-        """Whether there is room for this layer's segments: the block was made for the plan and does not hold them."""
-        return plan is self._plan and layer_idx not in self._layers
-
-    def hold(self, layer_idx: int, segments: Iterable[Segment]) -> tuple[Segment, ...]:
-        """Copies of a layer's segments that lie in the block."""
+    def claim(self, layer_idx: int, plan: BitPlan) -> bool:
+        """Takes the room of a layer's segments; False if the block is another plan's or the layer has had its room."""
+        if plan is not self._plan or layer_idx in self._layers:
+            return False
         self._layers.add(layer_idx)
-        return tuple(self._copy(segment) for segment in segments)
+        return True
 
-    def _copy(self, segment: Segment) -> Segment:
-        tensors: dict[str, Any] = {
-            field.name: self._hold(tensor)
-            for field in fields(segment)
-            if isinstance(tensor := getattr(segment, field.name), torch.Tensor)
-        }
-        return replace(segment, **tensors)
-
-    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        span = self._block[self._used : self._used + tensor.nbytes]
-        self._used += align(tensor.nbytes, self.ALIGNMENT)
-        return span.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the block."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        span = self._block[self._used : self._used + nbytes]
+        self._used += align(nbytes, self.ALIGNMENT)
+        return span.view(dtype).view(*shape)
 
 
 def align(size: int, multiple: int) -> int:
@@ -163,7 +170,12 @@ def bit_pairs(k_bits: np.ndarray, v_bits: np.ndarray) -> list[tuple[int, int]]:
 
 
 def context_segments(
-    context: LayerContext, layout: ContextLayout, k_bits: np.ndarray, v_bits: np.ndarray
+    context: LayerContext,
+    layout: ContextLayout,
+    k_bits: np.ndarray,
+    v_bits: np.ndarray,
+    allocate: Allocate,
+    reorder: bool = True,
 ) -> Iterator[Segment]:
     """One segment for each (k_bits, v_bits) pair that a layer's chunks use, ascending; see `MixedKVCache.seal`.
 
@@ -172,20 +184,36 @@ def context_segments(
         layout: which tokens are prefix, chunks and remainder.
         k_bits: [num_chunks]: bits of each chunk's keys.
         v_bits: [num_chunks].
+        allocate: where segments are held.
+        reorder: False leaves the chunks in document order, one segment for each run of equal bits: what the paper's
+            second module is measured against.
     """
     span = slice(layout.prefix_len, layout.chunks_end)
     shape = (layout.num_chunks, layout.chunk_size)
     key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
     device, group = context.key.device, value_group_size(context.key.shape[-1])
-    for pair in bit_pairs(k_bits, v_bits):
-        if pair == (UNQUANTIZED, UNQUANTIZED):
-            continue
-        blocks = torch.from_numpy(np.flatnonzero((k_bits == pair[0]) & (v_bits == pair[1]))).to(device)
-        yield quantize_pack(key, value, blocks, *pair, group)
-    full = np.flatnonzero((k_bits == UNQUANTIZED) & (v_bits == UNQUANTIZED))
+    unquantized = (k_bits == UNQUANTIZED) & (v_bits == UNQUANTIZED)
+    for pair, blocks in _runs(k_bits, v_bits, reorder):
+        if pair != (UNQUANTIZED, UNQUANTIZED) or not reorder:
+            yield quantize_pack(key, value, torch.from_numpy(blocks).to(device), *pair, group, allocate=allocate)
+    full = np.flatnonzero(unquantized) if reorder else np.zeros(0, dtype=np.int64)
     chunk_tokens = (layout.prefix_len + full[:, None] * layout.chunk_size + np.arange(layout.chunk_size)).ravel()
     rest = np.arange(layout.chunks_end, layout.context_len)
     tokens = torch.from_numpy(np.concatenate([np.arange(layout.prefix_len), chunk_tokens, rest])).to(device)
     if len(tokens):
-        kept = (t.index_select(1, tokens).unsqueeze(1) for t in (context.key, context.value))
-        yield Segment(UNQUANTIZED, UNQUANTIZED, *kept)
+        held = [allocate((t.shape[0], 1, len(tokens), t.shape[2]), t.dtype) for t in (context.key, context.value)]
+        for into, source in zip(held, (context.key, context.value), strict=True):
+            torch.index_select(source, 1, tokens, out=into[:, 0])
+        yield Segment(UNQUANTIZED, UNQUANTIZED, *held)
+
+
+def _runs(k_bits: np.ndarray, v_bits: np.ndarray, reorder: bool) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Bit pairs, each with the chunks of one segment."""
+    if reorder:
+        for pair in bit_pairs(k_bits, v_bits):
+            yield pair, np.flatnonzero((k_bits == pair[0]) & (v_bits == pair[1]))
+        return
+    changes = np.flatnonzero((np.diff(k_bits) != 0) | (np.diff(v_bits) != 0)) + 1
+    for blocks in np.split(np.arange(len(k_bits)), changes):
+        if len(blocks):
+            yield (int(k_bits[blocks[0]]), int(v_bits[blocks[0]])), blocks

@@ -108,6 +108,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
         job = plan_job(reading, config, recorder)
         with watch.measure("load"):
             loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder)
+            _compile_kernels(job, loaded, config, recorder)
         cache, logits, stored = _prefill(job, loaded, recorder, watch)
         for index, question in enumerate(request.questions):
             if stored is not None and index > 0:
@@ -159,6 +160,23 @@ def _read(request: Request, reporter: Reporter) -> Document:
         strict=request.strict,
         reporter=reporter,
     )
+
+
+def _compile_kernels(job: Job, loaded: LoadedModel, config: Config, reporter: Reporter) -> None:
+    """Has the CPU's kernels ready before they are timed; the first time on a machine it says what it is doing."""
+    from cocktail.kernels.compiled import cpu_kernels, is_compiled, keep_compiled_in, warm_up
+    from cocktail.model_folder import models_dir
+
+    if loaded.device.type != "cpu" or not cpu_kernels():
+        return
+    keep_compiled_in(models_dir(config).parent / "kernels")
+    kernel = (job.geometry.head_dim, loaded.dtype)
+    if is_compiled(*kernel):
+        warm_up(*kernel)
+        return
+    reporter.note("compiling the kernels for this CPU: once, about half a minute.")
+    with reporter.stage("compile"):
+        warm_up(*kernel)
 
 
 def _prefill(

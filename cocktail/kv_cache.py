@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import Cache
 from cocktail.bit_plan import BitPlan
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, SegmentArena, align, context_segments
 from cocktail.kernels.mixed_attention import mixed_attention
-from cocktail.kernels.segment import Segment
+from cocktail.kernels.segment_table import SegmentTable
 
 
 @dataclass
@@ -28,7 +28,7 @@ class LayerKV:
     value: torch.Tensor
     window: int | None
     context_kept: int
-    segments: tuple[Segment, ...] = ()
+    segments: SegmentTable = field(default_factory=SegmentTable)
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +52,7 @@ class MixedKVCache(Cache):
         tail_capacity: slots.
         dtype: the run's dtype.
         device: where everything is held.
+        reorder: False keeps chunks of all precisions in document order (see `context_segments`).
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class MixedKVCache(Cache):
         tail_capacity: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        reorder: bool = True,
     ) -> None:
         super().__init__(layers=[])
+        self.reorder = reorder
         self.geometry = geometry
         self.layout = layout
         self.tail_capacity = tail_capacity
@@ -130,9 +133,12 @@ class MixedKVCache(Cache):
             layer.key[:, : layer.context_kept] = context.key[:, first:]
             layer.value[:, : layer.context_kept] = context.value[:, first:]
             return
-        if self._arena is None or not self._arena.admits(layer_idx, plan):
-            self._arena = SegmentArena(self.geometry, layout, plan, self.dtype, self.device)
-        layer.segments = self._arena.hold(layer_idx, context_segments(context, layout, *plan.layer(layer_idx)))
+        if self._arena is None or not self._arena.claim(layer_idx, plan):
+            self._arena = SegmentArena(self.geometry, layout, plan, self.dtype, self.device, self.reorder)
+            self._arena.claim(layer_idx, plan)
+        layer.segments = SegmentTable(
+            context_segments(context, layout, *plan.layer(layer_idx), self._arena.allocate, self.reorder)
+        )
 
     def commit(self, slots: Sequence[int]) -> None:
         """Gathers accepted slots, in order, to the end of the committed tail, in place; O(len(slots)).

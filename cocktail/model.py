@@ -22,6 +22,7 @@ from transformers import (
 
 from cocktail.config import Config
 from cocktail.errors import CocktailError, ModelError, UsageError
+from cocktail.kernels.dense_linear import use_dense_linear
 from cocktail.model_folder import ModelFolder, check_files, safetensors_header, weight_files
 from cocktail.report import Reporter
 
@@ -235,6 +236,8 @@ def _load_weights(
             "Download or convert the model again.",
         )
     ready: PreTrainedModel = model.eval().requires_grad_(False)
+    if device.type == "cpu":
+        use_dense_linear(ready)
     return ready
 
 

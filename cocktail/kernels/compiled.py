@@ -1,12 +1,76 @@
-"""Whether the compiled CPU kernels can be used."""
+"""The compiled CPU kernels: whether there are any, where their code is kept, and compiling what a run will need."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from functools import cache
+from pathlib import Path
+
+import torch
+
+from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 
 
 @cache
 def cpu_kernels() -> bool:
     """True if numba is installed; without it the plain-torch references do the work."""
-    return importlib.util.find_spec("numba") is not None
+    if importlib.util.find_spec("numba") is None:
+        return False
+    import numba
+
+    if not numba.config.CACHE_DIR:
+        # numba looks at one file only when it decides whether kept code is up to date; they depend on one another.
+        numba.config.CACHE_DIR = str(Path(__file__).parent / "__pycache__" / _digest())
+    return True
+
+
+def keep_compiled_in(folder: Path) -> None:
+    """Compiled code is kept under `folder` from now on; without this call beside the sources. Needs numba."""
+    import numba
+
+    numba.config.CACHE_DIR = str(folder / _digest())
+
+
+@cache
+def _digest() -> str:
+    """Stands for the sources of the kernels and the compiler."""
+    import numba
+
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def is_compiled(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `warm_up` has already been through for such a model, so that it takes a second and not half a minute."""
+    return _marker(head_dim, dtype).exists()
+
+
+def warm_up(head_dim: int, dtype: torch.dtype) -> None:
+    """Compiles, or loads from disk, every CPU kernel that a model of this head size and dtype needs."""
+    from cocktail.kernels.dense_linear import dense_linear
+    from cocktail.kernels.mixed_attention import mixed_attention
+    from cocktail.kernels.quantize_pack import quantize_pack
+
+    key, value = (torch.zeros((1, 2, 8, head_dim), dtype=dtype) for _ in range(2))
+    segments = [
+        quantize_pack(key, value, torch.arange(2), bits, bits, value_group_size(head_dim))
+        for bits in (2, 4, UNQUANTIZED)
+    ]
+    mixed_attention(key[0, :1, :1], segments, key[0, :1], value[0, :1], None, 1.0)
+    dense_linear(key[0, :1, :1], torch.zeros((8, head_dim), dtype=dtype))
+    marker = _marker(head_dim, dtype)
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError:
+        # Nothing can be kept there: the next run compiles again.
+        return
+
+
+def _marker(head_dim: int, dtype: torch.dtype) -> Path:
+    import numba
+
+    return Path(numba.config.CACHE_DIR) / f"{head_dim}-{str(dtype).removeprefix('torch.')}"
