@@ -66,7 +66,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     total_tokens = layout.context_len + reading.tail_capacity
     with loading(reading.folder, "configuration"):
         geometry = KVGeometry.from_config(reading.hf_config, total_tokens)
-        shape = decoder_shape(reading.hf_config, geometry, dtype.itemsize)
+        shape = decoder_shape(reading.hf_config, geometry, dtype.itemsize, device.type == "cuda")
         weight_bytes = _weight_bytes(reading.hf_config, dtype.itemsize)
     policy = config.kv
     if windowed := sum(window is not None for window in geometry.windows):
@@ -95,8 +95,9 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     return Job(reading, plans, geometry, layout, segment_tokens, estimate, budget_bytes)
 
 
-def decoder_shape(hf_config: Any, geometry: KVGeometry, itemsize: int) -> DecoderShape:
+def decoder_shape(hf_config: Any, geometry: KVGeometry, itemsize: int, on_cuda: bool = False) -> DecoderShape:
     """The dimensions that decide memory, from a transformers config; `itemsize` is bytes per value."""
+    masked = set(geometry.windows) - (set() if on_cuda else {None})
     return DecoderShape(
         num_layers=geometry.num_layers,
         hidden_size=hf_config.hidden_size,
@@ -106,7 +107,7 @@ def decoder_shape(hf_config: Any, geometry: KVGeometry, itemsize: int) -> Decode
         head_dim=geometry.head_dim,
         vocab_size=hf_config.vocab_size,
         itemsize=itemsize,
-        num_masks=len(set(geometry.windows)),
+        num_masks=len(masked),
     )
 
 

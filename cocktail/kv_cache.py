@@ -89,8 +89,12 @@ class MixedKVCache(Cache):
         key, value = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return LayerContext(key, value)
 
-    def begin_context(self, context: LayerContext, start: int, mask: ContextMask) -> None:
-        """The next updates write context tokens from position `start` on into `context`."""
+    def begin_context(self, context: LayerContext, start: int, mask: ContextMask | None) -> None:
+        """The next updates write context tokens from position `start` on into `context`.
+
+        Args:
+            mask: None on a CPU for attention that is plainly causal.
+        """
         self._pass = ContextPass(context, start, mask)
 
     def begin_tail(self, start: int, mask: torch.Tensor | None, positions: torch.Tensor) -> None:
@@ -219,7 +223,7 @@ class ContextPass:
 
     context: LayerContext
     start: int
-    mask: ContextMask
+    mask: ContextMask | None
 
     def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> ContextView:
         stop = self.start + key.shape[1]
@@ -248,12 +252,12 @@ class TailPass:
 
 @dataclass(frozen=True)
 class ContextView:
-    """The unquantized context of one layer up to the rows of a prefill pass."""
+    """The unquantized context of one layer up to the rows of a prefill pass; without a mask it is plainly causal."""
 
     key: torch.Tensor
     value: torch.Tensor
     start: int
-    mask: ContextMask
+    mask: ContextMask | None
 
     def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Causal attention among context tokens: [num_heads, rows, head_dim] to the same shape."""
@@ -262,10 +266,29 @@ class ContextView:
         # KV heads are the batch axis and the heads of a group share one key by a zero stride: no copy.
         grouped = query.reshape(num_kv_heads, num_heads // num_kv_heads, rows, head_dim)
         key, value = (t.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for t in (self.key, self.value))
-        output = torch.nn.functional.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=self.mask.slice(self.start, rows), scale=scaling
-        )
+        if self.mask is None:
+            output = _causal_attention(grouped, key, value, self.start, scaling)
+        else:
+            output = torch.nn.functional.scaled_dot_product_attention(
+                grouped, key, value, attn_mask=self.mask.slice(self.start, rows), scale=scaling
+            )
         return output.reshape(num_heads, rows, head_dim)
+
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scaling: float
+) -> torch.Tensor:
+    """Rows at positions from `start` on, on the CPU: what lies before them needs no mask, their own part is causal.
+
+    The two parts merge by log-sum-exp. One call over both would read a mask for every score.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own, own_lse = attend(query, key[:, :, start:], value[:, :, start:], 0.0, True, scale=scaling)
+    if not start:
+        return own
+    past, past_lse = attend(query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scaling)
+    share = torch.sigmoid(past_lse - own_lse).unsqueeze(-1).to(query.dtype)
+    return torch.lerp(own, past, share)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def prefill(
     device = cache.device
     windows = set(cache.geometry.windows)
     max_rows = min(segment_tokens, context_len)
+    # A CPU's causal attention needs no mask; a card's kernels take rows that begin anywhere only with one.
+    windows -= {None} if device.type == "cpu" else set()
     masks = {w: ContextMask(max_rows, context_len, w, cache.dtype, device) for w in windows}
     positions = torch.arange(context_len + suffix_len, device=device)
     context = cache.new_context()
@@ -88,7 +90,7 @@ def prefill(
         if stored is not None and index > 0 and device.type == "cpu":
             context = cache.new_context()
         for start, stop in spans(context_len, segment_tokens):
-            cache.begin_context(context, start, masks[cache.geometry.windows[index]])
+            cache.begin_context(context, start, masks.get(cache.geometry.windows[index]))
             run(start, stop)
         cache.seal(index, context, plan)
         if stored is not None:

@@ -10,7 +10,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_LOG2E, _LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+# There the power of two is the zero that its exponent bits spell.
+_LEAST = np.float32(-127 * 0.6931471805599453)
 
 
 def _load(name: str, kind: Any, result: Any, convert: Callable[[Any, Any], Any]) -> Any:
@@ -91,13 +93,17 @@ def _power_of_two(typing_context, exponent):  # type: ignore[no-untyped-def]
     return types.float32(types.float32), generate
 
 
-@njit(fastmath=True, inline="always")
+@njit(fastmath={"contract"})
 def exp(x: Any) -> Any:
-    """exp(x) for float32 x <= 0, to 2e-7 relative; 0 below -87.7."""
-    y = max(x * _LOG2E, np.float32(-127.0))
-    whole = np.floor(y + np.float32(0.5))
-    r = (y - whole) * _LN2
-    p = np.float32(1 / 720)
+    """exp(x) for float32 x <= 0, to two units in the last place; 0 below -87.7.
+
+    The remainder after whole powers of two is taken with ln 2 in two parts; reassociation would join them again.
+    """
+    x = max(x, _LEAST)
+    whole = np.floor(x * _LOG2E + np.float32(0.5))
+    r = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
     p = p * r + np.float32(1 / 120)
     p = p * r + np.float32(1 / 24)
     p = p * r + np.float32(1 / 6)

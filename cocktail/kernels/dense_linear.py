@@ -39,4 +39,4 @@ def use_dense_linear(model: torch.nn.Module) -> None:
     """Makes every plain linear layer of a model run through `dense_linear`."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
-            module.forward = MethodType(_forward, module)
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]

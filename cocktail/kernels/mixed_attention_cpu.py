@@ -1,9 +1,9 @@
 """Mixed attention on a CPU: flash-decoding over packed codes, compiled by numba.
 
 A work item is one KV head, a run of context blocks (or of tail slots) and up to CHUNK query rows of the head's group;
-items are spread over torch's threads and their partial results merge by log-sum-exp. A tile of codes is unpacked to
-float32 once for all rows of an item; the key scale of its block is folded into the queries, the value scale of each
-token into its weight.
+items are spread over torch's threads and their partial results merge by log-sum-exp. The key scale of a block is
+folded into the queries, the value scale of a token into its weight. For the rows of one decode step codes are
+unpacked in registers; for more rows a tile of them is unpacked to float32 once for all rows of the item.
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
@@ -15,201 +15,104 @@ import torch
 from numba import njit, prange
 
 from cocktail.kernels import segment_table as columns
-from cocktail.kernels.cpu_loads import (
-    exp,
-    load_bf16,
-    load_f16,
-    load_f32,
-    load_i32,
-    load_i64,
-    load_u8,
-    load_u8_as_f32,
-    store_bf16,
-    store_f16,
-    store_f32,
+from cocktail.kernels.cpu_attention_tile import (
+    LOWEST,
+    MAX_TILE,
+    MIN_TILE,
+    TILE_VALUES,
+    WHOLE,
+    add_and_clear,
+    fold_key_scale,
+    merge,
+    read_query,
+    read_value_scales,
+    scale_weights,
+    score,
+    score_few,
+    soften,
+    unpack,
+    weigh,
+    weigh_codes,
+    weigh_few,
 )
+from cocktail.kernels.cpu_loads import load_i32, load_i64, load_u8
 from cocktail.kernels.cpu_threads import use_torch_threads
-from cocktail.kernels.cpu_vectors import (
-    BFLOAT16,
-    BITS_2,
-    BITS_3,
-    BITS_4,
-    BITS_8,
-    FLOAT16,
-    FLOAT32,
-    GROUP,
-    marker,
-    score_group,
-    unpack_2,
-    unpack_3,
-    unpack_4,
-    unpack_8,
-    unpack_bf16,
-    unpack_f16,
-    unpack_f32,
-    unpack_fp8,
-    weigh_group,
-)
+from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, GROUP, few_rows_fit, marker
 from cocktail.kernels.segment import UNQUANTIZED
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
-# Values unpacked at a time, and tokens that these are at least and at most.
-TILE_VALUES, MIN_TILE, MAX_TILE = 8192, 32, 128
 # Tokens of a work item for CHUNK query rows or fewer, and query rows of a work item.
 ITEM_TOKENS, CHUNK = 512, 64
+# Query rows whose accumulators fit into registers at a time, tokens that they meet between two looks at the softmax.
+FEW, FEW_TILE = 4, 256
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-# The score of a hidden slot, finite because fast arithmetic knows no infinity, and the border of what counts as one.
-WHOLE = (0,)
-_LOWEST, _HIDDEN, _ZERO = np.finfo(np.float32).min, np.float32(-1e38), np.float32(0.0)
-
-
-# numba caches compiled code by the source file: functions here are at module level and get sizes as markers, tuples
-# whose length is part of the type (`dim`, of head_dim / 8, and `parts`, one element for each value group).
-
-
-@njit
-def unpack(dim: Any, kind: Any, rows: Any, first: Any, count: Any, tile: Any, at: Any) -> None:
-    """tile[at + t] = row `first + t` of a format, for `count` rows of the memory at `rows`."""
-    out, start = tile.ctypes.data + 32 * at * len(dim), first * len(dim)
-    if kind == BITS_2:
-        unpack_2(dim, rows + 2 * start, count, out)
-    elif kind == BITS_4:
-        unpack_4(dim, rows + 4 * start, count, out)
-    elif kind == BFLOAT16:
-        unpack_bf16(dim, rows + 16 * start, count, out)
-    elif kind == FLOAT16:
-        unpack_f16(dim, rows + 16 * start, count, out)
-    elif kind == FLOAT32:
-        unpack_f32(dim, rows + 32 * start, count, out)
-    elif kind == BITS_8:
-        unpack_8(dim, rows + 8 * start, count, out)
-    elif kind == BITS_3:
-        unpack_3(dim, rows + 3 * start, count, out)
-    else:
-        unpack_fp8(dim, rows + 8 * start, count, out)
 
 
 @njit(fastmath=True)
-def score(dim: Any, query: Any, tile: Any, bias: Any, tokens: Any, scores: Any, at: Any) -> None:
-    """scores[m, at + t] = query[m] . tile[t] + bias[m]; rounds the tokens up to whole groups."""
-    head_dim, width = query.shape[1], scores.shape[1]
-    for m in range(query.shape[0]):
-        mine, into = query.ctypes.data + 4 * m * head_dim, scores.ctypes.data + 4 * (m * width + at)
-        for t in range(0, tokens, GROUP):
-            score_group(dim, mine, tile.ctypes.data + 4 * t * head_dim, into + 4 * t, bias[m])
-
-
-@njit(fastmath=True)
-def soften(scores: Any, tokens: Any, peak: Any, total: Any, out: Any) -> None:
-    """Scores become weights exp(score - peak); `total` and `out` follow a peak that rises."""
-    padded = -(-tokens // GROUP) * GROUP
-    for m in range(scores.shape[0]):
-        row = scores[m]
-        top = peak[m]
-        for t in range(tokens):
-            top = max(top, row[t])
-        if top > peak[m]:
-            decay = exp(peak[m] - top)
-            total[m] *= decay
-            done = out[m]
-            for d in range(done.shape[0]):
-                done[d] *= decay
-            peak[m] = top
-        added = _ZERO
-        for t in range(tokens):
-            weight = exp(row[t] - top) if row[t] > _HIDDEN else _ZERO
-            row[t] = weight
-            added += weight
-        total[m] += added
-        for t in range(tokens, padded):
-            row[t] = _ZERO
-
-
-@njit(fastmath=True)
-def weigh(dim: Any, weights: Any, tile: Any, tokens: Any, out: Any) -> None:
-    """out[m] += sum over tokens of weights[m, t] * tile[t]."""
-    head_dim, width = out.shape[1], weights.shape[1]
-    for m in range(weights.shape[0]):
-        mine, into = weights.ctypes.data + 4 * m * width, out.ctypes.data + 4 * m * head_dim
-        for t in range(0, tokens, GROUP):
-            weigh_group(dim, WHOLE, mine + 4 * t, tile.ctypes.data + 4 * t * head_dim, into)
-
-
-@njit(fastmath=True)
-def weigh_codes(dim: Any, parts: Any, weights: Any, tile: Any, scale: Any, zero: Any, tokens: Any, out: Any) -> None:
-    """As `weigh`, for codes with a scale and a zero for each token and group; both are [groups, width]."""
-    groups, width, head_dim = len(parts), weights.shape[1], out.shape[1]
-    group_size = head_dim // groups
-    scaled = np.empty(width, np.float32)
-    padded = -(-tokens // GROUP) * GROUP
-    for m in range(weights.shape[0]):
-        row, done = weights[m], out[m]
-        for g in range(groups):
-            scale_row, zero_row = scale[g], zero[g]
-            offset = _ZERO
-            for t in range(padded):
-                scaled[t] = row[t] * scale_row[t]
-                offset += row[t] * zero_row[t]
-            for d in range(g * group_size, (g + 1) * group_size):
-                done[d] += offset
-            codes, into = tile.ctypes.data + 4 * g * group_size, out.ctypes.data + 4 * (m * head_dim + g * group_size)
-            for t in range(0, tokens, GROUP):
-                weigh_group(dim, parts, scaled.ctypes.data + 4 * t, codes + 4 * t * head_dim, into)
-
-
-@njit(fastmath=True)
-def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale: Any, zero: Any) -> None:
-    """scaled = query * scale and bias = query . zero, for key scales number `at`, heads counted in."""
-    head_dim = scale.shape[0]
-    first = at * head_dim
-    if load_i64(row, columns.K_RANGE):
-        r, k_scale, k_zero = (
-            load_i64(row, columns.K_RANGE) + 8 * at,
-            load_i64(row, columns.K_SCALE),
-            load_i64(row, columns.K_ZERO),
-        )
-        for d in range(head_dim):
-            scale[d] = load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1)
-            zero[d] = load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3)
-    else:
-        k_scale, k_zero = load_i64(row, columns.K_SCALE), load_i64(row, columns.K_ZERO)
-        for d in range(head_dim):
-            scale[d] = load_f16(k_scale, first + d)
-        if k_zero:
-            for d in range(head_dim):
-                zero[d] = load_f16(k_zero, first + d)
-    for m in range(query.shape[0]):
-        mine, result = query[m], scaled[m]
-        total = _ZERO
-        for d in range(head_dim):
-            result[d] = mine[d] * scale[d]
-            total += mine[d] * zero[d]
-        bias[m] = total
-
-
-@njit(fastmath=True)
-def read_value_scales(row: Any, block: Any, token: Any, tokens: Any, scale: Any, zero: Any, at: Any) -> None:
-    """[groups, width] scales and zeros, from `at` on, of tokens from `token` on; it and `block` count over heads."""
-    v_scale, v_zero, v_range = (
-        load_i64(row, columns.V_SCALE),
-        load_i64(row, columns.V_ZERO),
-        load_i64(row, columns.V_RANGE),
-    )
-    groups = scale.shape[0]
-    for g in range(groups):
-        scale_row, zero_row = scale[g, at:], zero[g, at:]
-        first = token * groups + g
-        if v_range:
-            r = v_range + 8 * block
-            for t in range(tokens):
-                scale_row[t] = load_u8_as_f32(v_scale, first + t * groups) * load_f16(r, 0) + load_f16(r, 1)
-                zero_row[t] = load_u8_as_f32(v_zero, first + t * groups) * load_f16(r, 2) + load_f16(r, 3)
-        else:
-            for t in range(tokens):
-                scale_row[t] = load_f16(v_scale, first + t * groups)
-            if v_zero:
-                for t in range(tokens):
-                    zero_row[t] = load_f16(v_zero, first + t * groups)
+def attend_blocks_few(
+    dim: Any,
+    parts: Any,
+    few: Any,
+    row: Any,
+    first: Any,
+    last: Any,
+    first_token: Any,
+    last_token: Any,
+    head: Any,
+    kind: Any,
+    query: Any,
+    peak: Any,
+    total: Any,
+    out: Any,
+) -> None:
+    """As `attend_blocks`, for the query rows of one decode step, as many at a time as `few` has elements."""
+    num_rows, head_dim, groups = query.shape[0], query.shape[1], len(parts)
+    width = FEW_TILE + GROUP
+    k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
+    key_rows, value_rows = load_i64(row, columns.KEY), load_i64(row, columns.VALUE)
+    block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
+    block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
+    scores, weights = np.empty((num_rows, width), np.float32), np.empty((num_rows * groups, width), np.float32)
+    scaled, bias = query, np.zeros(num_rows, np.float32)
+    if k_bits != UNQUANTIZED:
+        scaled = np.empty((num_rows, head_dim), np.float32)
+    scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
+    value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
+    added = np.zeros((num_rows, head_dim), np.float32)
+    k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
+    blocks, part = max(1, FEW_TILE // block_size), min(block_size, FEW_TILE)
+    for start in range(first, last, blocks):
+        stop = min(start + blocks, last)
+        for offset in range(first_token, last_token, part):
+            count = min(part, last_token - offset)
+            for block in range(start, stop):
+                physical = load_i32(block_table, block) if block_table else block
+                token, at = (head * physical_blocks + physical) * block_size + offset, (block - start) * count
+                if k_bits != UNQUANTIZED:
+                    scale_row = load_i32(scale_index, block) if scale_index else physical
+                    scale_row += head * load_i64(row, columns.NUM_SCALES)
+                    fold_key_scale(row, scale_row, query, scaled, bias, scale, zero)
+                for m in range(0, num_rows, len(few)):
+                    score_few(dim, few, k_kind, scaled[m:], bias[m:], key_rows, token, count, scores[m:], at)
+            tokens = (stop - start) * count
+            soften(scores, tokens, peak, total, out)
+            if v_bits != UNQUANTIZED:
+                for block in range(start, stop):
+                    physical = load_i32(block_table, block) if block_table else block
+                    held = head * physical_blocks + physical
+                    token, at = held * block_size + offset, (block - start) * count
+                    read_value_scales(row, held, token, count, value_scale, value_zero, at)
+                scale_weights(scores, value_scale, value_zero, tokens, weights, added)
+            for block in range(start, stop):
+                physical = load_i32(block_table, block) if block_table else block
+                token, at = (head * physical_blocks + physical) * block_size + offset, (block - start) * count
+                for m in range(0, num_rows, len(few)):
+                    if v_bits == UNQUANTIZED:
+                        weigh_few(dim, WHOLE, few, v_kind, scores[m:], at, value_rows, token, count, added[m:])
+                    else:
+                        mine = weights[m * groups :]
+                        weigh_few(dim, parts, few, v_kind, mine, at, value_rows, token, count, added[m:])
+            add_and_clear(added, out)
 
 
 @njit(fastmath=True)
@@ -242,6 +145,7 @@ def attend_blocks(
     bias = np.zeros(num_rows, np.float32)
     scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
+    added = np.zeros((num_rows, head_dim), np.float32)
     # A tile is several whole blocks, or a part of one.
     blocks, part = max(1, tile_tokens // block_size), min(block_size, tile_tokens)
     for start in range(first, last, blocks):
@@ -272,9 +176,10 @@ def attend_blocks(
                 unpack(dim, v_bits, load_i64(row, columns.VALUE), token, count, tile, at)
                 read_value_scales(row, held, token, count, value_scale, value_zero, at)
             if v_bits == UNQUANTIZED:
-                weigh(dim, scores, tile, tokens, out)
+                weigh(dim, scores, tile, tokens, added)
             else:
-                weigh_codes(dim, parts, scores, tile, value_scale, value_zero, tokens, out)
+                weigh_codes(dim, parts, scores, tile, value_scale, value_zero, tokens, added)
+            add_and_clear(added, out)
 
 
 @njit(fastmath=True)
@@ -300,6 +205,7 @@ def attend_tail(
     width = tile_tokens + GROUP
     tile = np.zeros(width * head_dim, np.float32)
     scores, bias = np.empty((num_rows, width), np.float32), np.zeros(num_rows, np.float32)
+    added = np.zeros((num_rows, head_dim), np.float32)
     for start in range(first, last, tile_tokens):
         tokens = min(tile_tokens, last - start)
         unpack(dim, kind, key, start, tokens, tile, 0)
@@ -309,61 +215,19 @@ def attend_tail(
                 shown, row = mask + (first_row + m) % rows * mask_stride + start, scores[m]
                 for t in range(tokens):
                     if load_u8(shown, t) == 0:
-                        row[t] = _LOWEST
+                        row[t] = LOWEST
         soften(scores, tokens, peak, total, out)
         unpack(dim, kind, value, start, tokens, tile, 0)
-        weigh(dim, scores, tile, tokens, out)
-
-
-@njit(fastmath=True)
-def read_query(
-    query: Any, row_stride: Any, head_stride: Any, kind: Any, rows: Any, scaling: Any, first: Any, out: Any
-) -> None:
-    """out[m, d] = scaling * query row `first + m` of the group, where row g * rows + r is row r of head g."""
-    head_dim = out.shape[1]
-    for m in range(out.shape[0]):
-        at = (first + m) // rows * head_stride + (first + m) % rows * row_stride
-        row = out[m]
-        if kind == BFLOAT16:
-            for d in range(head_dim):
-                row[d] = load_bf16(query + 2 * at, d) * scaling
-        elif kind == FLOAT16:
-            for d in range(head_dim):
-                row[d] = load_f16(query + 2 * at, d) * scaling
-        else:
-            for d in range(head_dim):
-                row[d] = load_f32(query + 4 * at, d) * scaling
-
-
-@njit(fastmath=True)
-def merge(peak: Any, total: Any, partial: Any, kind: Any, address: Any) -> None:
-    """Writes one query row: the items' partial results, [items, head_dim], merged by log-sum-exp."""
-    head_dim = partial.shape[1]
-    result = np.zeros(head_dim, np.float32)
-    top, whole = _LOWEST, _ZERO
-    for item in range(peak.shape[0]):
-        top = max(top, peak[item])
-    for item in range(peak.shape[0]):
-        share, part = exp(peak[item] - top), partial[item]
-        whole += share * total[item]
-        for d in range(head_dim):
-            result[d] += share * part[d]
-    inverse = np.float32(1.0) / max(whole, np.float32(1e-37))
-    if kind == BFLOAT16:
-        for d in range(head_dim):
-            store_bf16(address, d, result[d] * inverse)
-    elif kind == FLOAT16:
-        for d in range(head_dim):
-            store_f16(address, d, result[d] * inverse)
-    else:
-        for d in range(head_dim):
-            store_f32(address, d, result[d] * inverse)
+        weigh(dim, scores, tile, tokens, added)
+        add_and_clear(added, out)
 
 
 @njit(parallel=True, fastmath=True, nogil=True, cache=True)
 def run(
     dim: Any,
     parts: Any,
+    few: Any,
+    use_few: Any,
     kind: Any,
     query: Any,
     query_head: Any,
@@ -410,28 +274,36 @@ def run(
             first_row,
             mine,
         )
-        top, whole = np.full(count, _LOWEST, np.float32), np.zeros(count, np.float32)
+        top, whole = np.full(count, LOWEST, np.float32), np.zeros(count, np.float32)
         result = np.zeros((count, head_dim), np.float32)
         if item < num_items:
             start = load_i64(item_ends, item - 1) if item else 0
             for at in range(start, load_i64(item_ends, item)):
                 entry = 5 * at
                 row = table + 8 * COLUMNS * load_i64(ranges, entry)
-                attend_blocks(
-                    dim,
-                    parts,
-                    row,
-                    load_i64(ranges, entry + 1),
-                    load_i64(ranges, entry + 2),
-                    load_i64(ranges, entry + 3),
-                    load_i64(ranges, entry + 4),
-                    head,
-                    kind,
-                    mine,
-                    top,
-                    whole,
-                    result,
-                )
+                low, high = load_i64(ranges, entry + 1), load_i64(ranges, entry + 2)
+                low_token, high_token = load_i64(ranges, entry + 3), load_i64(ranges, entry + 4)
+                if use_few:
+                    attend_blocks_few(
+                        dim,
+                        parts,
+                        few,
+                        row,
+                        low,
+                        high,
+                        low_token,
+                        high_token,
+                        head,
+                        kind,
+                        mine,
+                        top,
+                        whole,
+                        result,
+                    )
+                else:
+                    attend_blocks(
+                        dim, parts, row, low, high, low_token, high_token, head, kind, mine, top, whole, result
+                    )
         else:
             start = (item - num_items) * ITEM_TOKENS * chunks
             attend_tail(
@@ -520,9 +392,14 @@ def mixed_attention_cpu(
     ranges, ends = _work_items(table, chunks)
     out = query.new_empty((rows, num_heads, head_dim))
     use_torch_threads()
+    few = max(count for count in range(1, FEW + 1) if group % count == 0)
+    # A group of five or seven heads would meet its codes one head at a time.
+    fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // table.value_groups)
     run(
         marker(head_dim),
         (0,) * table.value_groups,
+        (0,) * few,
+        fits,
         KINDS[query.dtype],
         query.data_ptr(),
         query.stride(0),

@@ -14,7 +14,7 @@ CUDA_CONTEXT_BYTES = 450_000_000
 
 
 # Rows of one prefill segment at most, and the workspace that they may take.
-MAX_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS = 512, 64
+MAX_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS = 768, 64
 WORKSPACE_BYTES = 64_000_000
 
 
@@ -41,8 +41,8 @@ class MemoryEstimate:
 class DecoderShape:
     """The dimensions of a decoder that decide its activations.
 
-    `itemsize` is bytes per value of the run's dtype; `num_masks` counts the causal masks it needs: one for full
-    attention and one for each sliding window.
+    `itemsize` is bytes per value of the run's dtype; `num_masks` counts the causal masks it needs: one for each
+    sliding window, and on a card one for full attention.
     """
 
     num_layers: int

@@ -1,0 +1,327 @@
+"""Steps of attention over one tile of tokens on a CPU: unpacking, scores, softmax, weighing.
+
+Functions take sizes as markers, tuples whose length is part of the type: `dim` (head_dim / 8 elements), `parts` (one
+for each value group of a token) and `few` (the query rows whose codes stay in registers). numba keeps compiled
+code by source file, so nothing here is a closure.
+"""
+
+# No `from __future__ import annotations`: numba reads the functions below.
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from cocktail.kernels import cpu_vectors as vectors
+from cocktail.kernels import segment_table as columns
+from cocktail.kernels.cpu_loads import (
+    exp,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_i64,
+    load_u8_as_f32,
+    store_bf16,
+    store_f16,
+    store_f32,
+)
+from cocktail.kernels.cpu_vectors import (
+    BFLOAT16,
+    BITS_2,
+    BITS_3,
+    BITS_4,
+    BITS_8,
+    FLOAT16,
+    FLOAT32,
+    GROUP,
+    score_group,
+    unpack_2,
+    unpack_3,
+    unpack_4,
+    unpack_8,
+    unpack_bf16,
+    unpack_f16,
+    unpack_f32,
+    unpack_fp8,
+    weigh_group,
+)
+
+# Values unpacked at a time, and tokens that these are at least and at most.
+TILE_VALUES, MIN_TILE, MAX_TILE = 8192, 32, 128
+WHOLE = (0,)
+# The score of a hidden slot, finite because fast arithmetic knows no infinity, and the border of what counts as one.
+LOWEST, HIDDEN, ZERO = np.finfo(np.float32).min, np.float32(-1e38), np.float32(0.0)
+
+score_2, weigh_2 = vectors.few_2
+score_3, weigh_3 = vectors.few_3
+score_4, weigh_4 = vectors.few_4
+score_8, weigh_8 = vectors.few_8
+score_fp8, weigh_fp8 = vectors.few_fp8
+score_f16, weigh_f16 = vectors.few_f16
+score_bf16, weigh_bf16 = vectors.few_bf16
+score_f32, weigh_f32 = vectors.few_f32
+
+
+@njit
+def unpack(dim: Any, kind: Any, rows: Any, first: Any, count: Any, tile: Any, at: Any) -> None:
+    """tile[at + t] = row `first + t` of a format, for `count` rows of the memory at `rows`."""
+    out, start = tile.ctypes.data + 32 * at * len(dim), first * len(dim)
+    if kind == BITS_2:
+        unpack_2(dim, rows + 2 * start, count, out)
+    elif kind == BITS_4:
+        unpack_4(dim, rows + 4 * start, count, out)
+    elif kind == BFLOAT16:
+        unpack_bf16(dim, rows + 16 * start, count, out)
+    elif kind == FLOAT16:
+        unpack_f16(dim, rows + 16 * start, count, out)
+    elif kind == FLOAT32:
+        unpack_f32(dim, rows + 32 * start, count, out)
+    elif kind == BITS_8:
+        unpack_8(dim, rows + 8 * start, count, out)
+    elif kind == BITS_3:
+        unpack_3(dim, rows + 3 * start, count, out)
+    else:
+        unpack_fp8(dim, rows + 8 * start, count, out)
+
+
+@njit(fastmath=True)
+def score(dim: Any, query: Any, tile: Any, bias: Any, tokens: Any, scores: Any, at: Any) -> None:
+    """scores[m, at + t] = query[m] . tile[t] + bias[m]; rounds the tokens up to whole groups."""
+    head_dim, width = query.shape[1], scores.shape[1]
+    for m in range(query.shape[0]):
+        mine, into = query.ctypes.data + 4 * m * head_dim, scores.ctypes.data + 4 * (m * width + at)
+        for t in range(0, tokens, GROUP):
+            score_group(dim, mine, tile.ctypes.data + 4 * t * head_dim, into + 4 * t, bias[m])
+
+
+@njit(fastmath=True)
+def soften(scores: Any, tokens: Any, peak: Any, total: Any, out: Any) -> None:
+    """Scores become weights exp(score - peak); `total` and `out` follow a peak that rises."""
+    padded = -(-tokens // GROUP) * GROUP
+    for m in range(scores.shape[0]):
+        row = scores[m]
+        top = peak[m]
+        for t in range(tokens):
+            top = max(top, row[t])
+        if top > peak[m]:
+            decay = exp(peak[m] - top)
+            total[m] *= decay
+            done = out[m]
+            for d in range(done.shape[0]):
+                done[d] *= decay
+            peak[m] = top
+        added = ZERO
+        for t in range(tokens):
+            weight = exp(row[t] - top) if row[t] > HIDDEN else ZERO
+            row[t] = weight
+            added += weight
+        total[m] += added
+        for t in range(tokens, padded):
+            row[t] = ZERO
+
+
+@njit(fastmath=True)
+def weigh(dim: Any, weights: Any, tile: Any, tokens: Any, out: Any) -> None:
+    """out[m] += sum over tokens of weights[m, t] * tile[t]."""
+    head_dim, width = out.shape[1], weights.shape[1]
+    for m in range(weights.shape[0]):
+        mine, into = weights.ctypes.data + 4 * m * width, out.ctypes.data + 4 * m * head_dim
+        for t in range(0, tokens, GROUP):
+            weigh_group(dim, WHOLE, mine + 4 * t, tile.ctypes.data + 4 * t * head_dim, into)
+
+
+@njit(fastmath=True)
+def weigh_codes(dim: Any, parts: Any, weights: Any, tile: Any, scale: Any, zero: Any, tokens: Any, out: Any) -> None:
+    """As `weigh`, for codes with a scale and a zero for each token and group; both are [groups, width]."""
+    groups, width, head_dim = len(parts), weights.shape[1], out.shape[1]
+    group_size = head_dim // groups
+    scaled = np.empty(width, np.float32)
+    padded = -(-tokens // GROUP) * GROUP
+    for m in range(weights.shape[0]):
+        row, done = weights[m], out[m]
+        for g in range(groups):
+            scale_row, zero_row = scale[g], zero[g]
+            offset = ZERO
+            for t in range(padded):
+                scaled[t] = row[t] * scale_row[t]
+                offset += row[t] * zero_row[t]
+            for d in range(g * group_size, (g + 1) * group_size):
+                done[d] += offset
+            codes, into = tile.ctypes.data + 4 * g * group_size, out.ctypes.data + 4 * (m * head_dim + g * group_size)
+            for t in range(0, tokens, GROUP):
+                weigh_group(dim, parts, scaled.ctypes.data + 4 * t, codes + 4 * t * head_dim, into)
+
+
+@njit(fastmath=True)
+def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale: Any, zero: Any) -> None:
+    """scaled = query * scale and bias = query . zero, for key scales number `at`, heads counted in."""
+    head_dim = scale.shape[0]
+    first = at * head_dim
+    if load_i64(row, columns.K_RANGE):
+        r, k_scale, k_zero = (
+            load_i64(row, columns.K_RANGE) + 8 * at,
+            load_i64(row, columns.K_SCALE),
+            load_i64(row, columns.K_ZERO),
+        )
+        for d in range(head_dim):
+            scale[d] = load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1)
+            zero[d] = load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3)
+    else:
+        k_scale, k_zero = load_i64(row, columns.K_SCALE), load_i64(row, columns.K_ZERO)
+        for d in range(head_dim):
+            scale[d] = load_f16(k_scale, first + d)
+        if k_zero:
+            for d in range(head_dim):
+                zero[d] = load_f16(k_zero, first + d)
+    for m in range(query.shape[0]):
+        mine, result = query[m], scaled[m]
+        total = ZERO
+        for d in range(head_dim):
+            result[d] = mine[d] * scale[d]
+            total += mine[d] * zero[d]
+        bias[m] = total
+
+
+@njit(fastmath=True)
+def read_value_scales(row: Any, block: Any, token: Any, tokens: Any, scale: Any, zero: Any, at: Any) -> None:
+    """[groups, width] scales and zeros, from `at` on, of tokens from `token` on; it and `block` count over heads."""
+    v_scale, v_zero, v_range = (
+        load_i64(row, columns.V_SCALE),
+        load_i64(row, columns.V_ZERO),
+        load_i64(row, columns.V_RANGE),
+    )
+    groups = scale.shape[0]
+    for g in range(groups):
+        scale_row, zero_row = scale[g, at:], zero[g, at:]
+        first = token * groups + g
+        if v_range:
+            r = v_range + 8 * block
+            for t in range(tokens):
+                scale_row[t] = load_u8_as_f32(v_scale, first + t * groups) * load_f16(r, 0) + load_f16(r, 1)
+                zero_row[t] = load_u8_as_f32(v_zero, first + t * groups) * load_f16(r, 2) + load_f16(r, 3)
+        else:
+            for t in range(tokens):
+                scale_row[t] = load_f16(v_scale, first + t * groups)
+            if v_zero:
+                for t in range(tokens):
+                    zero_row[t] = load_f16(v_zero, first + t * groups)
+
+
+@njit
+def score_few(
+    dim: Any, few: Any, kind: Any, query: Any, bias: Any, rows: Any, first: Any, count: Any, scores: Any, at: Any
+) -> None:
+    """scores[m, at + t] = query[m] . row `first + t` + bias[m], for `count` rows of a format at address `rows`."""
+    start, mine, added = first * len(dim), query.ctypes.data, bias.ctypes.data
+    out, stride = scores.ctypes.data + 4 * at, scores.shape[1]
+    if kind == BITS_2:
+        score_2(dim, few, mine, added, rows + 2 * start, count, out, stride)
+    elif kind == BITS_4:
+        score_4(dim, few, mine, added, rows + 4 * start, count, out, stride)
+    elif kind == BFLOAT16:
+        score_bf16(dim, few, mine, added, rows + 16 * start, count, out, stride)
+    elif kind == FLOAT16:
+        score_f16(dim, few, mine, added, rows + 16 * start, count, out, stride)
+    elif kind == FLOAT32:
+        score_f32(dim, few, mine, added, rows + 32 * start, count, out, stride)
+    elif kind == BITS_8:
+        score_8(dim, few, mine, added, rows + 8 * start, count, out, stride)
+    elif kind == BITS_3:
+        score_3(dim, few, mine, added, rows + 3 * start, count, out, stride)
+    else:
+        score_fp8(dim, few, mine, added, rows + 8 * start, count, out, stride)
+
+
+@njit
+def weigh_few(
+    dim: Any, parts: Any, few: Any, kind: Any, weights: Any, at: Any, rows: Any, first: Any, count: Any, out: Any
+) -> None:
+    """out[m, d] += sum over t of weights[m * parts + part of d, at + t] * row `first + t` [d]."""
+    start, into = first * len(dim), out.ctypes.data
+    mine, stride = weights.ctypes.data + 4 * at, weights.shape[1]
+    if kind == BITS_2:
+        weigh_2(dim, parts, few, mine, stride, rows + 2 * start, count, into)
+    elif kind == BITS_4:
+        weigh_4(dim, parts, few, mine, stride, rows + 4 * start, count, into)
+    elif kind == BFLOAT16:
+        weigh_bf16(dim, parts, few, mine, stride, rows + 16 * start, count, into)
+    elif kind == FLOAT16:
+        weigh_f16(dim, parts, few, mine, stride, rows + 16 * start, count, into)
+    elif kind == FLOAT32:
+        weigh_f32(dim, parts, few, mine, stride, rows + 32 * start, count, into)
+    elif kind == BITS_8:
+        weigh_8(dim, parts, few, mine, stride, rows + 8 * start, count, into)
+    elif kind == BITS_3:
+        weigh_3(dim, parts, few, mine, stride, rows + 3 * start, count, into)
+    else:
+        weigh_fp8(dim, parts, few, mine, stride, rows + 8 * start, count, into)
+
+
+@njit(fastmath=True)
+def add_and_clear(added: Any, out: Any) -> None:
+    """out += added, then added = 0: sums over one tile first lose less than one long sum does."""
+    for m in range(out.shape[0]):
+        part, done = added[m], out[m]
+        for d in range(out.shape[1]):
+            done[d] += part[d]
+            part[d] = ZERO
+
+
+@njit(fastmath=True)
+def scale_weights(weights: Any, scale: Any, zero: Any, tokens: Any, scaled: Any, out: Any) -> None:
+    """scaled[m * groups + g, t] = weights[m, t] * scale[g, t]; `out` gets the zeros' part."""
+    groups, group_size = scale.shape[0], out.shape[1] // scale.shape[0]
+    for g in range(groups):
+        scale_row, zero_row = scale[g], zero[g]
+        for m in range(weights.shape[0]):
+            row, result, done = weights[m], scaled[m * groups + g], out[m]
+            offset = ZERO
+            for t in range(tokens):
+                result[t] = row[t] * scale_row[t]
+                offset += row[t] * zero_row[t]
+            for d in range(g * group_size, (g + 1) * group_size):
+                done[d] += offset
+
+
+@njit(fastmath=True)
+def read_query(
+    query: Any, row_stride: Any, head_stride: Any, kind: Any, rows: Any, scaling: Any, first: Any, out: Any
+) -> None:
+    """out[m, d] = scaling * query row `first + m` of the group, where row g * rows + r is row r of head g."""
+    head_dim = out.shape[1]
+    for m in range(out.shape[0]):
+        at = (first + m) // rows * head_stride + (first + m) % rows * row_stride
+        row = out[m]
+        if kind == BFLOAT16:
+            for d in range(head_dim):
+                row[d] = load_bf16(query + 2 * at, d) * scaling
+        elif kind == FLOAT16:
+            for d in range(head_dim):
+                row[d] = load_f16(query + 2 * at, d) * scaling
+        else:
+            for d in range(head_dim):
+                row[d] = load_f32(query + 4 * at, d) * scaling
+
+
+@njit(fastmath=True)
+def merge(peak: Any, total: Any, partial: Any, kind: Any, address: Any) -> None:
+    """Writes one query row: the items' partial results, [items, head_dim], merged by log-sum-exp."""
+    head_dim = partial.shape[1]
+    result = np.zeros(head_dim, np.float32)
+    top, whole = LOWEST, ZERO
+    for item in range(peak.shape[0]):
+        top = max(top, peak[item])
+    for item in range(peak.shape[0]):
+        share, part = exp(peak[item] - top), partial[item]
+        whole += share * total[item]
+        for d in range(head_dim):
+            result[d] += share * part[d]
+    inverse = np.float32(1.0) / max(whole, np.float32(1e-37))
+    if kind == BFLOAT16:
+        for d in range(head_dim):
+            store_bf16(address, d, result[d] * inverse)
+    elif kind == FLOAT16:
+        for d in range(head_dim):
+            store_f16(address, d, result[d] * inverse)
+    else:
+        for d in range(head_dim):
+            store_f32(address, d, result[d] * inverse)
