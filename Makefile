@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format models lint types test test-gpu bench docs handbook check
+.PHONY: format models lint types test test-gpu aot bench docs handbook check
 
 format: ## rewrite the sources in the house style
 	$(PYTHON) -m ruff check --fix .
@@ -22,6 +22,9 @@ test:
 
 test-gpu: ## the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu
+
+aot: ## compiles every Triton kernel for every architecture, without a card, and writes docs/kernels.md
+	$(PYTHON) -m cocktail.kernels.aot --jobs 2 --write docs/kernels.md
 
 bench: ## one question about the handbook, with its times and bytes
 	$(PYTHON) -m cocktail.cli ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats

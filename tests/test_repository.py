@@ -19,11 +19,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cocktail"
 LINKS = ("cli", "kernels", "offload")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = {"accelerate", "bitsandbytes", "pypdfium2", "sentence_transformers", "torch", "transformers", "triton"}
+HEAVY = {"accelerate", "bitsandbytes", "numba", "pypdfium2", "sentence_transformers", "torch", "transformers", "triton"}
 ENVIRONMENT_READERS = {
     "cocktail.settings": "the COCKTAIL_* variables",
     "cocktail.cli.app": "sets libraries up before they load; shell completion",
     "cocktail.cli.output": "NO_COLOR and TERM",
+    "cocktail.kernels.aot": "turns the interpreter off for the processes that compile",
     "cocktail.fetch": "hands pip the environment with another temporary folder",
 }
 
@@ -73,7 +74,7 @@ def allowed_import(importer: str, name: str) -> bool:
     if top in LINKS:
         return False
     if under(importer, "cocktail.kernels"):
-        libraries = {*sys.stdlib_module_names, "numpy", "torch", "triton"}
+        libraries = {*sys.stdlib_module_names, "llvmlite", "numba", "numpy", "torch", "triton"}
         return under(name, "cocktail.kernels") if top == "cocktail" else top in libraries
     if top != "cocktail":
         return True

@@ -17,6 +17,7 @@ from cocktail import __version__
 from cocktail.answer import error_json
 from cocktail.cli import signals
 from cocktail.cli.ask import ask
+from cocktail.cli.bench import bench_app
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
 from cocktail.cli.inspect import inspect
@@ -60,6 +61,7 @@ _document: dict[str, Any] = {"cls": GroupedCommand, "epilog": _epilog, "context_
 app.command(short_help="Answer questions about a document, citing pages.", **_document)(ask)
 app.command(short_help="Show pages, text quality, chunks and bits.", **_document)(inspect)
 app.command(cls=GroupedCommand, short_help="Show versions, devices, memory, disk and models.")(doctor)
+app.add_typer(bench_app, name="bench")
 app.add_typer(models_app, name="models")
 app.add_typer(config_app, name="config")
 

@@ -1,4 +1,7 @@
-"""The compiled CPU kernels: whether there are any, where their code is kept, and compiling what a run will need."""
+"""The compiled kernels: whether there are any, and where code for the CPU is kept and when it is compiled.
+
+Compiled kernels are imported where they are called, after `cpu_kernels` has said where their code is kept.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,12 @@ def cpu_kernels() -> bool:
         # numba looks at one file only when it decides whether kept code is up to date; they depend on one another.
         numba.config.CACHE_DIR = str(Path(__file__).parent / "__pycache__" / _digest())
     return True
+
+
+@cache
+def gpu_kernels() -> bool:
+    """True if Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def keep_compiled_in(folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cocktail.kernels.compiled import cpu_kernels
+from cocktail.kernels.compiled import cpu_kernels, gpu_kernels
 from cocktail.kernels.mixed_attention_ref import mixed_attention_ref
 from cocktail.kernels.segment import Segment
 from cocktail.kernels.segment_table import SegmentTable
@@ -57,6 +57,10 @@ def mixed_attention(
         raise ValueError(f"every segment must have {num_kv_heads} KV heads")
     if not tail_slots and not table:
         raise ValueError("there is no token to attend to")
+    if query.device.type == "cuda" and gpu_kernels():
+        from cocktail.kernels.mixed_attention_triton import mixed_attention_triton
+
+        return mixed_attention_triton(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
     if query.device.type == "cpu" and cpu_kernels():
         from cocktail.kernels.mixed_attention_cpu import mixed_attention_cpu
 

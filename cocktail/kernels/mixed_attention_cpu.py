@@ -7,7 +7,6 @@ unpacked in registers; for more rows a tile of them is unpacked to float32 once 
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
-import itertools
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ from cocktail.kernels.cpu_attention_tile import (
 from cocktail.kernels.cpu_loads import load_i32, load_i64, load_u8
 from cocktail.kernels.cpu_threads import use_torch_threads
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, GROUP, few_rows_fit, marker
+from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.segment import UNQUANTIZED
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
@@ -334,47 +334,6 @@ def run(
         merge(peak[head, m], total[head, m], partial[head, m], kind, out + at * itemsize)
 
 
-def _work_items(table: SegmentTable, chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges and, for each item, the end of its ranges; both int64.
-
-    A range is a segment, its first and last block, and the first and last token of these blocks that count.
-    """
-    key = ("cpu", chunks)
-    if key not in table.derived:
-        table.derived[key] = _divide(table, ITEM_TOKENS * chunks)
-    items: tuple[np.ndarray, np.ndarray] = table.derived[key]
-    return items
-
-
-def _divide(table: SegmentTable, item_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    ranges: list[tuple[int, int, int, int, int]] = []
-    ends: list[int] = []
-    room = item_tokens
-    for index, segment in enumerate(table):
-        size = segment.block_size
-        if size > item_tokens:
-            # Long blocks are divided themselves.
-            if len(ranges) > (ends[-1] if ends else 0):
-                ends.append(len(ranges))
-            for block, first in itertools.product(range(segment.num_blocks), range(0, size, item_tokens)):
-                ranges.append((index, block, block + 1, first, min(first + item_tokens, size)))
-                ends.append(len(ranges))
-            room = item_tokens
-            continue
-        block = 0
-        while block < segment.num_blocks:
-            count = min(room // size, segment.num_blocks - block)
-            if count:
-                ranges.append((index, block, block + count, 0, size))
-            block, room = block + count, room - count * size
-            if room < size and block < segment.num_blocks:
-                ends.append(len(ranges))
-                room = item_tokens
-    if len(ranges) > (ends[-1] if ends else 0):
-        ends.append(len(ranges))
-    return np.array(ranges, np.int64).reshape(-1, 5), np.array(ends, np.int64)
-
-
 def mixed_attention_cpu(
     query: torch.Tensor,
     table: SegmentTable,
@@ -389,7 +348,7 @@ def mixed_attention_cpu(
     num_kv_heads, slots, _ = tail_key.shape
     group = num_heads // num_kv_heads
     chunks = -(-group * rows // CHUNK)
-    ranges, ends = _work_items(table, chunks)
+    ranges, ends = work_items(table, ITEM_TOKENS * chunks)
     out = query.new_empty((rows, num_heads, head_dim))
     use_torch_threads()
     few = max(count for count in range(1, FEW + 1) if group % count == 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from cocktail.kernels.compiled import cpu_kernels, gpu_kernels
 from cocktail.kernels.quantize_pack_ref import quantize_pack_ref
 from cocktail.kernels.segment import CODE_BITS, FP8, UNQUANTIZED, Allocate, Segment, empty_segment
 
@@ -60,5 +61,17 @@ def quantize_pack(
     shape = (key.shape[0], len(blocks), key.shape[2], key.shape[3])
     out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index)
     if len(blocks):
-        quantize_pack_ref(key, value, blocks, out)
+        _filler(key.device)(key, value, blocks, out)
     return out
+
+
+def _filler(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment], None]:
+    if device.type == "cuda" and gpu_kernels():
+        from cocktail.kernels.quantize_pack_triton import quantize_pack_triton
+
+        return quantize_pack_triton
+    if device.type == "cpu" and cpu_kernels():
+        from cocktail.kernels.quantize_pack_cpu import quantize_pack_cpu
+
+        return quantize_pack_cpu
+    return quantize_pack_ref

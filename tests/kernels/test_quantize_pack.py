@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from cocktail.kernels import quantize_pack_ref
 from cocktail.kernels.packing import unpack
 from cocktail.kernels.quantize_pack import quantize_pack
-from cocktail.kernels.quantize_pack_ref import KEY_SHARES, SCALE_EPSILON, dequantize_blocks, quantize_groups
-from cocktail.kernels.segment import CODE_BITS, UNQUANTIZED
+from cocktail.kernels.quantize_pack_ref import (
+    KEY_SHARES,
+    SCALE_EPSILON,
+    dequantize_blocks,
+    quantize_fp8,
+    quantize_groups,
+    quantize_scales,
+)
+from cocktail.kernels.segment import CODE_BITS, FP8, UNQUANTIZED
+from tests.kernels.closeness import assert_close_rms
 from tests.kernels.dense_reference import round_trip, round_trip_block
+from tests.kernels.filled import TENSORS, unwritten
 
 WIDTHS = (*CODE_BITS, UNQUANTIZED)
 HALF_MAX = 65504.0
@@ -202,3 +215,171 @@ def test_only_two_bit_keys_are_clipped() -> None:
         plain = (spread / (2**bits - 1)).half()
         assert segment.k_scale is not None
         assert torch.equal(segment.k_scale[:, 0], plain) == (bits != 2)
+
+
+def spread_keys(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [2, num_tokens / 8, 8, 24], whose channels and tokens have different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn((2, 2, num_tokens // 8, 8, 24), generator=generator).unbind()
+    return key * torch.linspace(0.5, 9, 24) + torch.linspace(-4, 4, 24), value * torch.linspace(0.5, 9, 8)[:, None]
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e-2, 3e4, 1e6])
+def test_fp8_keeps_three_bits_of_mantissa_and_the_largest_number(magnitude: float) -> None:
+    x = torch.randn((5, 64), generator=torch.Generator().manual_seed(7)) * magnitude
+    codes, scale = quantize_fp8(x, dim=1)
+    assert codes.dtype == torch.uint8
+    assert scale.dtype == torch.float16
+    assert scale.shape == (5, 1)
+    found = codes.view(torch.float8_e4m3fn).float() * scale.float()
+    # Half a step of the mantissa, or of the numbers below 2^-6.
+    assert ((found - x).abs() <= torch.maximum(x.abs() * 2.0**-4, scale.float() * 2.0**-10)).all()
+    assert codes.view(torch.float8_e4m3fn).float().abs().amax(dim=1).tolist() == [448.0] * 5
+
+
+@pytest.mark.parametrize("constant", [0.0, 1e-9, -7.0])
+def test_a_constant_fp8_group_has_no_scale_below_epsilon(constant: float) -> None:
+    codes, scale = quantize_fp8(torch.full((3, 16), constant), dim=1)
+    assert (scale >= SCALE_EPSILON).all()
+    found = codes.view(torch.float8_e4m3fn).float() * scale.float()
+    assert ((found - constant).abs() <= max(abs(constant) * 2.0**-4, SCALE_EPSILON * 2.0**-10)).all()
+
+
+def test_an_fp8_segment_has_no_zeros_and_no_ranges() -> None:
+    key, value = spread_keys(32, seed=8)
+    segment = quantize_pack(key, value, torch.tensor([1, 3]), FP8, FP8, 12, scale_bits=8)
+    assert segment.key.shape == segment.value.shape == (2, 2, 8, 24)
+    assert segment.k_scale is not None
+    assert segment.v_scale is not None
+    assert segment.k_scale.dtype == segment.v_scale.dtype == torch.float16
+    assert segment.k_zero is segment.v_zero is segment.k_range is segment.v_range is None
+    found = dequantize_blocks(segment, 0, 2)
+    for x, actual, scale in zip((key, value), found, (segment.k_scale, segment.v_scale), strict=True):
+        assert_close_rms(actual, x[:, [1, 3]].flatten(1, 2), 0.04, f"scale of {tuple(scale.shape)}")
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_eight_bit_scales_are_half_a_step_of_their_range_away(constant: bool) -> None:
+    scales = torch.rand((3, 40), generator=torch.Generator().manual_seed(9)).half()
+    scales = torch.full_like(scales, 0.3) if constant else scales
+    codes, ranges = quantize_scales(scales)
+    assert codes.dtype == torch.uint8
+    assert ranges.dtype == torch.float16
+    assert ranges.shape == (3, 2)
+    step, low = ranges.double().unsqueeze(-1).unbind(-2)
+    assert torch.equal(low.squeeze(-1), scales.double().amin(dim=-1))
+    # The step is rounded to float16 and 255 of them lie below the largest scale.
+    allowed = step / 2 + 255 * (step * 2.0**-11 + 2.0**-25)
+    assert ((codes * step + low - scales.double()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+def test_codes_are_taken_with_the_eight_bit_scales_that_are_read(bits: int) -> None:
+    key, value = spread_keys(32, seed=bits)
+    blocks = torch.tensor([0, 2])
+    segment = quantize_pack(key, value, blocks, bits, bits, 12, scale_bits=8)
+    assert segment.k_range is not None
+    assert segment.v_range is not None
+    assert segment.k_range.shape == segment.v_range.shape == (2, 2, 4)
+    for t in (segment.k_scale, segment.k_zero, segment.v_scale, segment.v_zero):
+        assert t is not None
+        assert t.dtype == torch.uint8
+    assert segment.k_scale is not None
+    assert segment.k_zero is not None
+    r = segment.k_range.float().unsqueeze(2)
+    scale = segment.k_scale.float() * r[..., 0] + r[..., 1]
+    zero = segment.k_zero.float() * r[..., 2] + r[..., 3]
+    nearest = ((key[:, blocks] - zero.unsqueeze(2)) / scale.unsqueeze(2)).round().clamp(0, 2**bits - 1)
+    assert torch.equal(unpack(segment.key, bits).float(), nearest)
+    found, _ = dequantize_blocks(segment, 0, 2)
+    torch.testing.assert_close(found, (nearest * scale.unsqueeze(2) + zero.unsqueeze(2)).flatten(1, 2))
+
+
+@pytest.mark.parametrize("bits", [*CODE_BITS, FP8])
+def test_eight_bit_scales_cost_little(bits: int) -> None:
+    key, value = spread_keys(256, seed=bits)
+    blocks = torch.arange(32)
+
+    def error(scale_bits: int) -> list[float]:
+        segment = quantize_pack(key, value, blocks, bits, bits, 24, scale_bits=scale_bits)
+        found = zip(dequantize_blocks(segment, 0, 32), (key, value), strict=True)
+        return [(ours - x.flatten(1, 2)).square().mean().sqrt().item() for ours, x in found]
+
+    for fine, coarse, x in zip(error(16), error(8), (key, value), strict=True):
+        assert coarse <= 1.1 * fine + 0.005 * x.std().item()
+
+
+@pytest.mark.parametrize("bits", [*CODE_BITS, FP8])
+@pytest.mark.parametrize("k_span", [2, 4])
+def test_a_span_of_blocks_shares_key_scales_as_one_longer_block_would(k_span: int, bits: int) -> None:
+    key, value = spread_keys(64, seed=bits)
+    # Aligned to `k_span` in document order: one span is whole, others are partly chosen or left out.
+    blocks = torch.tensor([0, 1, 2, 3, 5, 7])
+    segment = quantize_pack(key, value, blocks, bits, bits, 24, k_span=k_span)
+    spans = {2: [[0, 1], [2, 3], [5], [7]], 4: [[0, 1, 2, 3], [5, 7]]}[k_span]
+    assert segment.scale_index is not None
+    assert segment.scale_index.dtype == torch.int32
+    assert segment.scale_index.tolist() == [row for row, span in enumerate(spans) for _ in span]
+    assert segment.k_scale is not None
+    assert segment.k_scale.shape == (2, len(spans), 24)
+    found, _ = dequantize_blocks(segment, 0, 6)
+    first = 0
+    for row, span in enumerate(spans):
+        long = key[:, span].flatten(1, 2).unsqueeze(1)
+        alone = quantize_pack(long, long, torch.tensor([0]), bits, bits, 24)
+        assert alone.k_scale is not None
+        assert torch.equal(segment.k_scale[:, row], alone.k_scale[:, 0])
+        last = first + long.shape[2]
+        assert torch.equal(found[:, first:last], dequantize_blocks(alone, 0, 1)[0])
+        first = last
+
+
+def test_a_span_leaves_values_and_unquantized_keys_as_they_are() -> None:
+    key, value = spread_keys(32, seed=10)
+    blocks = torch.arange(4)
+    one, two = (quantize_pack(key, value, blocks, UNQUANTIZED, 4, 24, k_span=span) for span in (1, 4))
+    assert two.scale_index is None
+    assert torch.equal(one.key, two.key)
+    assert torch.equal(one.value, two.value)
+
+
+def test_a_span_across_batches_of_the_reference_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value = spread_keys(64, seed=11)
+    blocks = torch.tensor([0, 2, 3, 4, 5, 6, 7])
+    segments = []
+    for values_at_a_time in (1 << 20, 1):
+        monkeypatch.setattr(quantize_pack_ref, "QUANTIZE_VALUES", values_at_a_time)
+        segment = unwritten(key, blocks, 2, 4, 24, 8, 4)
+        quantize_pack_ref.quantize_pack_ref(key, value, blocks, segment)
+        segments.append(segment)
+    for name in TENSORS:
+        assert torch.equal(getattr(segments[0], name), getattr(segments[1], name)), name
+
+
+@pytest.mark.parametrize("k_bits", [4, FP8, UNQUANTIZED])
+def test_the_segment_is_held_where_it_is_told_to_be(k_bits: int) -> None:
+    arena, used = torch.zeros(1 << 16, dtype=torch.uint8), 0
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal used
+        start, used = used, used + -(-math.prod(shape) * dtype.itemsize // 16) * 16
+        return arena[start:used][: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    key, value = spread_keys(32, seed=12)
+    blocks = torch.tensor([0, 1, 3])
+    held = quantize_pack(key, value, blocks, k_bits, 2, 24, scale_bits=8, k_span=2, allocate=allocate)
+    free = quantize_pack(key, value, blocks, k_bits, 2, 24, scale_bits=8, k_span=2)
+    for name in (*TENSORS, "scale_index"):
+        ours, theirs = getattr(held, name), getattr(free, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert torch.equal(ours, theirs), name
+            assert ours.untyped_storage().data_ptr() == arena.data_ptr(), name
+    assert held.nbytes <= used
+
+
+@pytest.mark.parametrize(("scale_bits", "k_span", "message"), [(4, 1, "scale_bits 4"), (16, 3, "k_span 3")])
+def test_scales_that_cannot_be_held_are_refused(scale_bits: int, k_span: int, message: str) -> None:
+    key = torch.zeros((1, 2, 8, 16))
+    with pytest.raises(ValueError, match=message):
+        quantize_pack(key, key, torch.tensor([0]), 4, 4, 16, scale_bits=scale_bits, k_span=k_span)

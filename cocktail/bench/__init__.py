@@ -1,0 +1,1 @@
+"""Measures Cocktail beside other programs, on one document and in one process."""

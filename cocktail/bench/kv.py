@@ -1,0 +1,198 @@
+"""`cocktail bench kv`: one prompt through every variant of KV cache, in turns, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from cocktail.bench.bandwidth import copy_bandwidth
+from cocktail.bench.gguf_export import bf16_gguf, check_same_model
+from cocktail.bench.kv_result import KvResult, Row
+from cocktail.bench.llama_cpp import LlamaCppVariant
+from cocktail.bench.machine import Machine
+from cocktail.bench.measure import PeakMemory
+from cocktail.bench.mixed_cache import MixedCacheVariant
+from cocktail.bench.transformers_cache import TransformersVariant, load_plain
+from cocktail.bench.variant import LLAMA_CPP, LLAMA_CPP_GGUF, OWN, TRANSFORMERS, VARIANTS, Variant
+from cocktail.bench.workload import Workload, choose_tokens, stretch
+from cocktail.config import Config
+from cocktail.context import KVGeometry
+from cocktail.document import read_document
+from cocktail.engine import Request
+from cocktail.errors import BudgetError, ModelError, UsageError
+from cocktail.model import LoadedModel, load_model, resolve_device_dtype
+from cocktail.model_folder import ModelFolder
+from cocktail.model_source import resolve_model
+from cocktail.reading import read_for_questions
+from cocktail.report import Reporter, SilentReporter
+from cocktail.stopwatch import Stopwatch
+
+_GGUF_SOURCE = "gguf:"
+
+
+@dataclass(frozen=True)
+class KvBenchmark:
+    """What is measured.
+
+    Args:
+        variants: names from `VARIANTS`.
+        tokens: document tokens, or None for 6,000 or what the model's window takes.
+        repeats: rounds over all variants.
+        threads: of every variant, or None for torch's own number.
+        gguf: the model's weights for llama.cpp, or None where the model itself came from a .gguf file.
+    """
+
+    variants: tuple[str, ...] = VARIANTS
+    tokens: int | None = None
+    repeats: int = 3
+    threads: int | None = None
+    gguf: Path | None = None
+
+
+def bench_kv(request: Request, benchmark: KvBenchmark, config: Config, reporter: Reporter) -> KvResult:
+    """Measures every variant on the document and the first question of `request`.
+
+    Each variant is warmed up on a short prompt; then they take turns, so that a machine that grows slower meets all
+    alike. A variant that cannot run is a row with the reason. After an interrupt what was measured is returned.
+
+    Raises:
+        CocktailError: What can be found before the model's weights are loaded is found before.
+        KeyboardInterrupt: Nothing was measured by then.
+    """
+    if config.max_tokens < 2:
+        raise UsageError("--max-tokens is 1; the time of a token needs two tokens at least.")
+    if benchmark.threads is not None:
+        torch.set_num_threads(benchmark.threads)
+    document = read_document(
+        request.document,
+        data=request.data,
+        pages=request.pages,
+        password=request.password,
+        strict=request.strict,
+        reporter=reporter,
+    )
+    folder = resolve_model(config.model, config, reporter)
+    # Passages repeated after the document would say nothing of the cache.
+    config = replace(config, restate=0)
+    whole = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
+    tokens = choose_tokens(whole, benchmark.tokens)
+    workload = Workload(stretch(whole, tokens), config)
+    gguf = benchmark.gguf or _gguf_of(folder)
+    if gguf is not None and {*LLAMA_CPP, *LLAMA_CPP_GGUF} & {*benchmark.variants}:
+        check_same_model(gguf, whole.hf_config)
+    device, dtype = resolve_device_dtype(config, whole.hf_config)
+    bench = _Bench(workload, folder, gguf, device, dtype, reporter)
+    result = KvResult(
+        workload=workload,
+        model=folder,
+        dtype=str(dtype).removeprefix("torch."),
+        machine=Machine.of(device),
+        bandwidth=copy_bandwidth(device),
+        question=request.questions[0],
+        document_tokens=len(whole.tokenized.token_ids) + whole.truncated_tokens,
+        repeats=benchmark.repeats,
+        rows=[Row(name) for name in benchmark.variants],
+    )
+    try:
+        ready = bench.prepare(result.rows)
+        for number in range(benchmark.repeats):
+            for row, variant in ready:
+                if row.reason is None:
+                    bench.measure(row, variant, f"{row.name} {number + 1}/{benchmark.repeats}")
+    except KeyboardInterrupt:
+        if not any(row.runs for row in result.rows):
+            raise
+        result.partial = True
+    return result
+
+
+@dataclass
+class _Bench:
+    """Builds variants, models loaded once each, and runs them."""
+
+    workload: Workload
+    folder: ModelFolder
+    gguf: Path | None
+    device: torch.device
+    dtype: torch.dtype
+    reporter: Reporter
+
+    def prepare(self, rows: Sequence[Row]) -> list[tuple[Row, Variant]]:
+        """Builds and warms up the variant of every row; one that fails leaves its reason."""
+        ready = []
+        for row in rows:
+            try:
+                with self.reporter.stage(f"{row.name} warm-up"):
+                    variant = self._variant(row.name)
+                    variant.warm_up()
+            except (UsageError, ModelError, BudgetError) as error:
+                row.reason = error.message
+            # Other programs' packages raise anything; the rest of the variants can still be measured.
+            except Exception as error:
+                row.reason = _reason(error)
+            else:
+                row.weight_type, row.weight_bytes = variant.weight_type, variant.weight_bytes
+                ready.append((row, variant))
+        return ready
+
+    def measure(self, row: Row, variant: Variant, stage: str) -> None:
+        """Runs a variant once: in the first round with each of its settings, then with those that can be the best."""
+        settings = row.best_settings() or variant.settings
+        with self.reporter.stage(stage, total=len(settings), unit="runs") as advance:
+            for setting in settings:
+                try:
+                    with PeakMemory(self.device) as memory:
+                        run = variant.run(setting)
+                except Exception as error:
+                    row.reason = _reason(error)
+                    return
+                loaded = variant.weight_bytes if variant.loads_weights else 0
+                row.add(setting, run, max(0, memory.growth_bytes - loaded))
+                advance(1)
+
+    def _variant(self, name: str) -> Variant:
+        if name in OWN:
+            return MixedCacheVariant(name, self.workload, self._own_model, self.reporter)
+        if name in TRANSFORMERS:
+            return TransformersVariant(name, self.workload, self._plain_model)
+        if self.gguf is None:
+            raise UsageError("it needs the model as a GGUF file: --gguf FILE")
+        if self.device.type != "cpu":
+            raise UsageError("xllamacpp runs on the CPU: --device cpu")
+        reading, config = self.workload.reading, self.workload.config
+        file = self.gguf if name in LLAMA_CPP_GGUF else bf16_gguf(self.gguf, config, self.reporter)
+        geometry = KVGeometry.from_config(reading.hf_config, len(self.workload.prompt_ids) + config.max_tokens)
+        return LlamaCppVariant(name, name.rpartition("-")[2], file, self.workload, geometry, torch.get_num_threads())
+
+    @cached_property
+    def _own_model(self) -> LoadedModel:
+        reading, config = self.workload.reading, self.workload.config
+        self._check_fit()
+        return load_model(self.folder, reading.hf_config, reading.tokenizer, config, SilentReporter())
+
+    @cached_property
+    def _plain_model(self) -> PreTrainedModel:
+        self._check_fit()
+        return load_plain(self.folder, self.device, self.dtype)
+
+    def _check_fit(self) -> None:
+        """Raises BudgetError, before any weight is read, where they and an unquantized cache do not fit."""
+        self.workload.job("fp16", SilentReporter())
+
+
+def _gguf_of(folder: ModelFolder) -> Path | None:
+    """The .gguf file that a model was converted from, if it was named with -m."""
+    file = Path(folder.source.removeprefix(_GGUF_SOURCE))
+    return file if folder.source.startswith(_GGUF_SOURCE) and file.is_file() else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return "out of memory"
+    line = str(error).strip().split("\n")[0]
+    return line if isinstance(error, ImportError) and line else f"{type(error).__name__}: {line}"

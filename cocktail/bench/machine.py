@@ -1,0 +1,70 @@
+"""What a measurement was made on: device, processor, versions, commit."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+
+from cocktail.engine import versions
+
+_PACKAGES = ("triton", "numba", "hqq", "optimum-quanto", "xllamacpp")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a run; `device` is "cpu" or "cuda", `name` the card's or the processor's."""
+
+    device: str
+    name: str
+    cpu: str
+    threads: int
+    memory_bytes: int
+    system: str
+    versions: dict[str, str]
+    commit: str | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        cpu = _cpu_name()
+        packages = {}
+        for package in _PACKAGES:
+            with suppress(metadata.PackageNotFoundError):
+                packages[package] = metadata.version(package)
+        return cls(
+            device=device.type,
+            name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+            cpu=cpu,
+            threads=torch.get_num_threads(),
+            memory_bytes=psutil.virtual_memory().total,
+            system=platform.platform(),
+            versions={**versions(), **packages},
+            commit=_commit(),
+        )
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, with "-dirty" where files were changed; None for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True)
+        return done.stdout.strip()
+    return None

@@ -1,0 +1,98 @@
+"""The prompt that every variant of a benchmark reads: a document's tokens at a given length, and a question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cocktail.chunk import TokenizedDocument
+from cocktail.config import Config
+from cocktail.errors import UsageError
+from cocktail.job import Job, plan_job
+from cocktail.model import context_window
+from cocktail.reading import Reading
+from cocktail.report import Reporter
+
+DEFAULT_TOKENS = 6000
+_WARM_UP_TOKENS = 1024
+_WARM_UP_GENERATED = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is read and how much is generated, `config.max_tokens` tokens."""
+
+    reading: Reading
+    config: Config
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """All tokens of the prompt: template, document, question."""
+        reading = self.reading
+        return [*reading.prompt.prefix_ids, *reading.tokenized.token_ids.tolist(), *reading.suffixes[0]]
+
+    def job(self, policy: str, reporter: Reporter) -> Job:
+        """The ordinary plan of this reading, its KV cache held by a policy.
+
+        Raises:
+            BudgetError: It needs more memory than there is.
+        """
+        return plan_job(self.reading, replace(self.config, kv=policy), reporter)
+
+    def short(self) -> Workload:
+        """The start of this workload, with every precision in its plan, to warm up on."""
+        tokens = min(_WARM_UP_TOKENS, len(self.reading.tokenized.token_ids))
+        cut = stretch(self.reading, tokens)
+        scores = np.linspace(0, 1, cut.scores.shape[1], dtype=np.float32)[None]
+        generated = min(_WARM_UP_GENERATED, self.config.max_tokens)
+        capacity = len(cut.suffixes[0]) + generated
+        return Workload(replace(cut, scores=scores, tail_capacity=capacity), replace(self.config, max_tokens=generated))
+
+
+def choose_tokens(reading: Reading, asked: int | None) -> int:
+    """How many document tokens are read: what is asked for, else 6,000 or as many as the model's window takes.
+
+    Raises:
+        UsageError: The window has no room for what is asked for.
+    """
+    room = context_window(reading.hf_config) - len(reading.prompt.prefix_ids) - reading.tail_capacity
+    if asked is None:
+        return min(DEFAULT_TOKENS, room)
+    if asked > room:
+        raise UsageError(
+            f"--tokens is {asked:,}; the model's window has room for {room:,} beside question and answer.",
+            "Lower --tokens, or use a model with a longer window (-m).",
+        )
+    return asked
+
+
+def stretch(reading: Reading, tokens: int) -> Reading:
+    """The reading of a document of exactly `tokens` tokens: its full chunks and their scores, repeated in order or cut.
+
+    Raises:
+        UsageError: The document is shorter than one chunk.
+    """
+    whole = reading.tokenized
+    size, count = whole.chunk_size, len(whole.chunks)
+    if not count:
+        raise UsageError(
+            f"The document has {len(whole.token_ids)} tokens; a benchmark needs a chunk of {size} at least.",
+            "Use a longer document.",
+        )
+    positions = np.arange(-(-tokens // size))
+    parts = [
+        replace(whole.chunks[position % count], index=position, start=start, end=min(start + size, tokens))
+        for position, start in zip(positions.tolist(), (positions * size).tolist(), strict=True)
+    ]
+    full = tokens // size
+    tokenized = TokenizedDocument(
+        document=whole.document,
+        token_ids=np.resize(whole.token_ids[: whole.remainder_start], tokens),
+        offsets=np.resize(whole.offsets[: whole.remainder_start], (tokens, 2)),
+        chunk_size=size,
+        chunks=tuple(parts[:full]),
+        remainder=parts[full] if full < len(parts) else None,
+    )
+    scores = reading.scores[:, positions[:full] % count]
+    return replace(reading, tokenized=tokenized, scores=scores, truncated_tokens=0)
