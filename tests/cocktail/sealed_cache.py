@@ -139,10 +139,11 @@ def sealed_cache(
     tail_capacity: int = 48,
     pass_tokens: int = 50,
     seed: int = 0,
+    reorder: bool = True,
 ) -> SealedCache:
     """Writes random KV, keys with outlier channels, in prefill passes of `pass_tokens` and seals every layer."""
     generator = torch.Generator().manual_seed(seed)
-    cache = MixedKVCache(geometry, layout, tail_capacity, dtype)
+    cache = MixedKVCache(geometry, layout, tail_capacity, dtype, reorder=reorder)
     sealed = SealedCache(cache, plan)
     shape = (geometry.num_kv_heads, layout.context_len, geometry.head_dim)
     for layer, window in enumerate(geometry.windows):

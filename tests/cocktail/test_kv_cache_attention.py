@@ -188,3 +188,15 @@ def test_prefill_passes_equal_dense_causal_attention(pass_tokens: int, window: i
     assert_close_rms(torch.cat(outputs, dim=1), expected, TOLERANCE[dtype], "prefill")
     assert torch.equal(context.key, key)
     assert torch.equal(context.value, value)
+
+
+def test_document_order_is_the_same_attention_over_more_segments() -> None:
+    geometry, layout, plan = KVGeometry(2, 64, (None,)), ContextLayout(5, 20, 32, 7), paper_plan(20)
+    paper, ablation = (sealed_cache(geometry, layout, plan, reorder=reorder) for reorder in (True, False))
+    bits = plan.k_bits[0]
+    runs = 1 + int((bits[1:] != bits[:-1]).sum())
+    assert [len(sealed.cache.kv_layers[0].segments) for sealed in (paper, ablation)] == [3, runs + 1]
+    assert paper.cache.nbytes == ablation.cache.nbytes
+    rows = paper.random_rows(3)
+    for mine, other in zip(paper.run_causal(rows), ablation.run_causal(rows), strict=True):
+        assert_close_rms(mine, other, 1e-5, "document order")
