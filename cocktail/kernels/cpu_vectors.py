@@ -145,7 +145,8 @@ def weigh_group(typing_context, dim, parts, weights, tile, out):  # type: ignore
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         _, _, weights, tile, out = arguments
         spans = _spans(size)
-        totals = [_load(builder, out, 4 * start, _F32, lanes) for start, lanes in spans]
+        # From zero: many short sums lose less than one long one.
+        totals = [_splat(_F32, lanes, 0.0) for _, lanes in spans]
         for token in range(GROUP):
             weight = _load(builder, weights, 4 * token, _F32, 1)
             for index, (start, lanes) in enumerate(spans):
@@ -153,7 +154,8 @@ def weigh_group(typing_context, dim, parts, weights, tile, out):  # type: ignore
                 product = builder.fmul(_broadcast(builder, weight, lanes), codes, flags=_FAST)
                 totals[index] = builder.fadd(product, totals[index], flags=_FAST)
         for total, (start, lanes) in zip(totals, spans, strict=True):
-            _store(builder, total, out, 4 * start, lanes)
+            done = builder.fadd(_load(builder, out, 4 * start, _F32, lanes), total, flags=_FAST)
+            _store(builder, done, out, 4 * start, lanes)
         return context.get_dummy_value()
 
     return types.void(dim, parts, types.int64, types.int64, types.int64), generate

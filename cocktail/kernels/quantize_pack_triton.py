@@ -334,10 +334,8 @@ def _quantize_pack(  # type: ignore[no-untyped-def]
 
 
 def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int) -> dict[str, Any]:
-    channels = 8 * triton.next_power_of_2(head_dim // 8)
-    return {
-        "K_BITS": k_bits,
-        "V_BITS": v_bits,
+    channels, bits = 8 * triton.next_power_of_2(head_dim // 8), {"K_BITS": k_bits, "V_BITS": v_bits}
+    return bits | {
         "SHARES": ref.KEY_SHARES.get(k_bits, (1.0,)),
         "GROUPS": groups,
         "HEAD_DIM": head_dim,
@@ -363,30 +361,24 @@ def quantize_pack_triton(key: torch.Tensor, value: torch.Tensor, blocks: torch.T
     if (out.num_kv_heads, out.num_blocks, out.block_size) != (heads, len(blocks), block_size):
         raise ValueError(f"a segment of {tuple(out.key.shape)} cannot hold {len(blocks)} blocks of {tuple(key.shape)}")
     tables = (out.key, out.k_scale, out.k_zero, out.k_range, out.value, out.v_scale, out.v_zero, out.v_range)
-    if any(table is not None and not table.is_contiguous() for table in tables):
+    if not all(table is None or table.is_contiguous() for table in tables):
         raise ValueError("the segment is not contiguous")
     if not len(blocks):
         return
-    groups = 1 if out.v_scale is None else out.v_scale.shape[-1]
     _quantize_pack[(heads * len(blocks), 2)](
         key, *key.stride(), value, *value.stride(), blocks.contiguous(), out.scale_index, len(blocks),
         len(blocks) if out.k_scale is None else out.k_scale.shape[1], block_size, *tables,
-        **_constants(head_dim, out.k_bits, out.v_bits, groups), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **_constants(head_dim, out.k_bits, out.v_bits, 1 if out.v_scale is None else out.v_scale.shape[-1]),
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
 
 
 def compilations(capability: int) -> Iterator[Compilation]:
-    """The kernel for every head size and width, with shared key scales, in float16; one head size also with 8-bit
-    scales and in the other dtypes.
-
-    Keys and values are independent code, so one width for both stands for all pairs.
-    """
-    del capability
+    """Every head size and width in float16, one size also in other dtypes; keys and values are independent code."""
     variants = [(head_dim, bits, "fp16", 16) for head_dim in (64, 80, 96, 128, 256) for bits in (*CODE_BITS, FP8)]
     variants += [(128, bits, dtype, 16) for bits in (2, 4, UNQUANTIZED) for dtype in ("bf16", "fp32")]
     variants += [(128, bits, "fp16", 8) for bits in CODE_BITS]
-    for head_dim, bits, dtype, scale_bits in variants:
-        yield _compilation(head_dim, bits, dtype, scale_bits)
+    yield from (_compilation(*variant) for variant in variants)
 
 
 def _compilation(head_dim: int, bits: int, dtype: str, scale_bits: int) -> Compilation:
@@ -398,12 +390,9 @@ def _compilation(head_dim: int, bits: int, dtype: str, scale_bits: int) -> Compi
     signature |= {"k_range": "*fp16", "v_range": "*fp16", "blocks": "*i64", "scale_index": "*i32"}
     constants = _constants(head_dim, bits, bits, head_dim // value_group_size(head_dim))
     constants |= {"key_s_channel": 1, "value_s_channel": 1}
-    if bits == UNQUANTIZED:
-        constants |= dict.fromkeys(("k_scale", "v_scale", "scale_index"))
-    if bits in (UNQUANTIZED, FP8):
-        constants |= dict.fromkeys(("k_zero", "v_zero"))
-    if scale_bits == 16:
-        constants |= dict.fromkeys(("k_range", "v_range"))
+    constants |= dict.fromkeys(("k_scale", "v_scale", "scale_index") if bits == UNQUANTIZED else ())
+    constants |= dict.fromkeys(("k_zero", "v_zero") if bits in (UNQUANTIZED, FP8) else ())
+    constants |= dict.fromkeys(("k_range", "v_range") if scale_bits == 16 else ())
     signature |= dict.fromkeys(constants, "constexpr")
     name = f"quantize_pack d{head_dim} {'fp8' if bits == FP8 else bits} {dtype} scales{scale_bits}"
     return Compilation(name, _quantize_pack, signature, constants, NUM_WARPS, NUM_STAGES)

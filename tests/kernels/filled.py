@@ -50,8 +50,9 @@ def assert_fills_as_the_reference(
 
     At most the share `differing` of the codes differs, and the squared error is at most 1.0001 times the reference's.
     """
-    copies: dict[str, Any] = {name: t if t is None else t.clone() for name, t in vars(segment).items()}
-    expected = replace(segment, **{name: copies[name] for name in TENSORS})
+    held: dict[str, torch.Tensor | None] = {name: getattr(segment, name) for name in TENSORS}
+    copies: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in held.items()}
+    expected = replace(segment, **copies)
     quantize_pack_ref(key, value, blocks, expected)
     fill(key, value, blocks, segment)
     for name in TENSORS:

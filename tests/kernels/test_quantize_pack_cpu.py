@@ -51,7 +51,7 @@ def test_any_strides(bits: int) -> None:
 @pytest.mark.parametrize("bits", [*CODE_BITS, FP8], ids=width_name)
 def test_what_is_not_finite(bits: int, odd: list[float]) -> None:
     key, value = layer(1, 3, 8, 64, torch.float32)
-    key[0, 1, : len(odd), 5] = value[0, 1, 3, : len(odd)] = torch.tensor(odd)
+    key[0, 1, 2 : 2 + len(odd), 5] = value[0, 1, 3, : len(odd)] = torch.tensor(odd)
     key[0, 2, :, 7] = value[0, 2, 1] = odd[0]
     for scale_bits in (16, 8):
         segment = unwritten(key, torch.arange(3), bits, bits, 64, scale_bits)
