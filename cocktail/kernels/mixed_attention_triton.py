@@ -110,6 +110,7 @@ def mixed_attention_triton(
         DIMS=dims(head_dim),
         PARTS=MERGED_PARTS,
         num_warps=4,
+        num_stages=1,
     )
     return output
 

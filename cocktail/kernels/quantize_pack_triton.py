@@ -385,6 +385,8 @@ def _compilation(head_dim: int, bits: int, dtype: str, scale_bits: int) -> Compi
     real, scale = f"*{dtype}", "*u8" if scale_bits == 8 else "*fp16"
     codes = real if bits == UNQUANTIZED else "*u8"
     signature = dict.fromkeys(_quantize_pack.arg_names, "i32")
+    # Strides of whole rows, which a launch finds to be multiples of 16.
+    signature |= {f"{x}_s_{axis}": "i32:16" for x in ("key", "value") for axis in ("head", "block", "token")}
     signature |= dict.fromkeys(("key", "value"), real) | dict.fromkeys(("out_key", "out_value"), codes)
     signature |= dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero"), scale)
     signature |= {"k_range": "*fp16", "v_range": "*fp16", "blocks": "*i64", "scale_index": "*i32"}
