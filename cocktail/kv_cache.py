@@ -115,7 +115,7 @@ class MixedKVCache(Cache):
             behind = positions[:, None] - torch.cat([context, self._slot_positions[:stop]])
             visible = behind < window
             masks[window] = visible if mask is None else visible & torch.nn.functional.pad(mask, (kept, 0), value=True)
-        self._pass = TailPass(start, masks)
+        self._pass = TailPass(start, positions.shape[0], masks)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -124,6 +124,13 @@ class MixedKVCache(Cache):
         assert self._pass is not None, "begin_context or begin_tail must come before a forward pass"
         view = self._pass.write(self.kv_layers[layer_idx], key_states[0], value_states[0])
         return view, view
+
+    def tail_row(self, layer_idx: int) -> TailView | None:
+        """The view of a pass of one row at the tail, whose last slot the caller writes; None for other passes."""
+        current, layer = self._pass, self.kv_layers[layer_idx]
+        if not isinstance(current, TailPass) or current.rows != 1:
+            return None
+        return TailView(layer, layer.context_kept + current.start + 1, current.masks[layer.window])
 
     def seal(self, layer_idx: int, context: LayerContext, plan: BitPlan) -> None:
         """Turns a layer's unquantized context into segments: one per precision class, lowest first.
@@ -240,6 +247,7 @@ class TailPass:
     """
 
     start: int
+    rows: int
     masks: dict[int | None, torch.Tensor | None]
 
     def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> TailView:

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from cocktail.config import Config
+from cocktail.cpu_modules import use_cpu_kernels
 from cocktail.errors import CocktailError, ModelError, UsageError
-from cocktail.kernels.dense_linear import use_dense_linear
 from cocktail.model_folder import ModelFolder, check_files, safetensors_header, weight_files
 from cocktail.report import Reporter
 
@@ -237,7 +237,7 @@ def _load_weights(
         )
     ready: PreTrainedModel = model.eval().requires_grad_(False)
     if device.type == "cpu":
-        use_dense_linear(ready)
+        use_cpu_kernels(ready)
     return ready
 
 

@@ -140,6 +140,7 @@ def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int,
     """
     layers: Sequence[torch.nn.Module] = model.get_decoder().layers
     originals = [layer.forward for layer in layers]
+    wrapped = ["forward" in layer.__dict__ for layer in layers]
 
     def wrap(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward_in_spans(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,8 +165,11 @@ def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int,
             layer.forward = wrap(index, forward)
         yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        for layer, forward, was_wrapped in zip(layers, originals, wrapped, strict=True):
+            if was_wrapped:
+                layer.forward = forward
+            else:
+                layer.__dict__.pop("forward", None)
 
 
 def _rows(value: Any, start: int, stop: int, total: int) -> Any:

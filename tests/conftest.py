@@ -12,7 +12,7 @@ from typing import Any
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # As the command line does, before any import of torch.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import pytest
 from platformdirs import user_cache_path

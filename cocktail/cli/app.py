@@ -188,7 +188,7 @@ def _rest_idle_threads() -> None:
     # By default they spin for long, each on a processor that another program may need: on a busy machine a token then
     # took 10 s instead of 0.3 s. Sleeping at once costs an idle machine twice the time. GNU OpenMP reads this once,
     # when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 if __name__ == "__main__":

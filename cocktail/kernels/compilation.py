@@ -13,8 +13,8 @@ class Compilation:
     Args:
         name: of the variant, unique in its module.
         kernel: the decorated function.
-        signature: Triton type of every argument, in order: "*fp16", "i64", "fp32", "constexpr"; "i64:16" is an integer that is
-            a multiple of 16 at every launch.
+        signature: Triton type of every argument, in order: "*fp16", "i64", "fp32", "constexpr"; "i64:16" is an
+            integer that is a multiple of 16 at every launch.
         constexprs: values of the arguments whose type is "constexpr".
         num_warps: warps of a program.
         num_stages: stages of software pipelining.

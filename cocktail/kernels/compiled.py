@@ -59,7 +59,6 @@ def is_compiled(head_dim: int, dtype: torch.dtype) -> bool:
 
 def warm_up(head_dim: int, dtype: torch.dtype) -> None:
     """Compiles, or loads from disk, every CPU kernel that a model of this head size and dtype needs."""
-    from cocktail.kernels.dense_linear import dense_linear
     from cocktail.kernels.mixed_attention import mixed_attention
     from cocktail.kernels.quantize_pack import quantize_pack
 
@@ -69,7 +68,8 @@ def warm_up(head_dim: int, dtype: torch.dtype) -> None:
         for bits in (2, 4, UNQUANTIZED)
     ]
     mixed_attention(key[0, :1, :1], segments, key[0, :1], value[0, :1], None, 1.0)
-    dense_linear(key[0, :1, :1], torch.zeros((8, head_dim), dtype=dtype))
+    if dtype.itemsize == 2:
+        _warm_up_layer(head_dim, dtype)
     marker = _marker(head_dim, dtype)
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +77,19 @@ def warm_up(head_dim: int, dtype: torch.dtype) -> None:
     except OSError:
         # Nothing can be kept there: the next run compiles again.
         return
+
+
+def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
+    """A layer of one head."""
+    from cocktail.kernels.decoder_layer_cpu import LayerWeights, finish, project
+    from cocktail.kernels.dense_linear import dense_linear
+
+    row, square = torch.zeros((1, head_dim), dtype=dtype), torch.zeros((head_dim, head_dim), dtype=dtype)
+    norm, q, mlp = (row[0], 1.0), (square, None), square
+    one_head = LayerWeights(norm, q, q, q, q, None, None, norm, mlp, mlp, mlp, 1, 1, head_dim)
+    project(one_head, row, row, row, row.clone(), row.clone())
+    finish(one_head, row, row)
+    dense_linear(row, square)
 
 
 def _marker(head_dim: int, dtype: torch.dtype) -> Path:

@@ -82,6 +82,24 @@ store_f16 = _store("store_f16", _I16, _float_to_half)
 store_bf16 = _store("store_bf16", _I16, _float_to_brain)
 
 
+def _round(name: str, narrow: Callable[[Any, Any], Any], widen: Callable[[Any, Any], Any]) -> Any:
+    """An intrinsic `name(value)`: a float32 rounded to the values of another type."""
+
+    @intrinsic
+    def rounded(typing_context, value):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return widen(builder, narrow(builder, arguments[0]))
+
+        return types.float32(types.float32), generate
+
+    rounded.__name__ = name
+    return rounded
+
+
+round_f16 = _round("round_f16", _float_to_half, _half_to_float)
+round_bf16 = _round("round_bf16", _float_to_brain, _brain_to_float)
+
+
 @intrinsic
 def _power_of_two(typing_context, exponent):  # type: ignore[no-untyped-def]
     """2 ** exponent for a whole float32 from -126 to 127; 0 for -127."""

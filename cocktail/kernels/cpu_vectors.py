@@ -9,7 +9,8 @@ head_dim / 8 elements: code for another head size is another specialisation of t
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
+import numba
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -23,6 +24,10 @@ BITS_2, BITS_3, BITS_4, BITS_8 = 2, 3, 4, 8
 FORMATS = (BITS_2, BITS_3, BITS_4, BITS_8, FP8, FLOAT16, BFLOAT16, FLOAT32)
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FAST = ("fast",)
+# What the processor has; a processor named for numba means portable code.
+CPU_FEATURES = {} if numba.config.CPU_NAME else binding.get_host_cpu_features()
+# One permutation looks 16 numbers up in a register of 16.
+HAS_PERMUTE = bool(CPU_FEATURES.get("avx512f"))
 
 
 def _vector(kind: Any, lanes: int) -> Any:
@@ -299,6 +304,24 @@ def _code(builder: Any, byte: Any, shift: int, width: int, lanes: int) -> Any:
     return builder.and_(shifted, _splat(_I32, lanes, 2**width - 1))
 
 
+def look_up(builder: Any, table: Any, index: Any) -> Any:
+    """Entries of 16 float32 numbers by the lowest four bits of 16 int32 indices; needs HAS_PERMUTE."""
+    kind = ir.FunctionType(_vector(_F32, LANES), [_vector(_F32, LANES), _vector(_I32, LANES)])
+    permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+    return builder.call(permute, [table, index])
+
+
+def _code_value(builder: Any, byte: Any, shift: int, width: int, lanes: int) -> Any:
+    """As `_code`, float32."""
+    if not HAS_PERMUTE or lanes < LANES:
+        return builder.uitofp(_code(builder, byte, shift, width, lanes), _vector(_F32, lanes))
+    # The table repeats for shorter codes, so no mask is needed.
+    index = builder.zext(byte, _vector(_I32, lanes))
+    index = builder.lshr(index, _splat(_I32, lanes, shift)) if shift else index
+    table = ir.Constant(_vector(_F32, LANES), [float(lane % 2**width) for lane in range(LANES)])
+    return look_up(builder, table, index)
+
+
 def _row_values(builder: Any, row: Any, kind: int, head_dim: int) -> list[tuple[int, int, Any]]:
     """The row of a format at an address: (first channel, lanes, float32 vector) of all its parts."""
     values = []
@@ -318,8 +341,8 @@ def _row_values(builder: Any, row: Any, kind: int, head_dim: int) -> list[tuple[
         for start, lanes in _spans(width):
             byte = _load(builder, row, start, _I8, lanes)
             for plane in range(8 // kind):
-                code = _code(builder, byte, plane * kind, kind, lanes)
-                values.append((plane * width + start, lanes, builder.uitofp(code, _vector(_F32, lanes))))
+                value = _code_value(builder, byte, plane * kind, kind, lanes)
+                values.append((plane * width + start, lanes, value))
     else:
         values = [(start, lanes, _number(builder, row, start, kind, lanes)) for start, lanes in _spans(head_dim)]
     return values

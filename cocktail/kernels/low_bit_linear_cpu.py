@@ -9,15 +9,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numba
 import torch
 import torch.nn.functional as F
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, prange, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cocktail.kernels.cpu_threads import use_torch_threads
+from cocktail.kernels.cpu_threads import use_threads, use_torch_threads
+from cocktail.kernels.cpu_vectors import CPU_FEATURES, HAS_PERMUTE, look_up
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
@@ -25,12 +24,8 @@ _F16, _F32 = ir.HalfType(), ir.FloatType()
 _FAST = ("fast",)
 # A vector is a quarter of a group; LLVM splits it where registers are shorter.
 LANES = 16
-# What the processor has; a processor named for numba means portable code.
-_FEATURES = {} if numba.config.CPU_NAME else binding.get_host_cpu_features()
-# One permutation looks 16 weights up in a register of 16.
-HAS_PERMUTE = bool(_FEATURES.get("avx512f"))
 # Where bfloat16 has its own multiplication, torch's product overtakes the fused one early.
-HAS_BRAIN = bool(_FEATURES.get("avx512bf16"))
+HAS_BRAIN = bool(CPU_FEATURES.get("avx512bf16"))
 # Rows of a tile to outputs of a tile: rows * outputs accumulators and the decoded weights have to fit the registers.
 TILE_OUTPUTS = {1: 4, 2: 4, 4: 4, 8: 2} if HAS_PERMUTE else {1: 4, 2: 2, 4: 1}
 # Outputs of one unit of parallel work: a multiple of every tile.
@@ -109,9 +104,7 @@ def _weights(builder: Any, bits: int, codes: Any, scale: Any, zero: Any) -> list
         # The permutation reads four bits of an index, so the table repeats for shorter codes and junk does no harm.
         values = ir.Constant(_vector(_F32), [float(lane % 2**bits) for lane in range(LANES)])
         table = _multiply_add(builder, values, scale, zero)
-        kind = ir.FunctionType(_vector(_F32), [_vector(_F32), _vector(_I32)])
-        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
-        return [builder.call(permute, [table, vector]) for vector in vectors]
+        return [look_up(builder, table, vector) for vector in vectors]
     mask = _splat(_I32, 2**bits - 1)
     numbers = [builder.uitofp(builder.and_(vector, mask), _vector(_F32)) for vector in vectors]
     return [_multiply_add(builder, number, scale, zero) for number in numbers]
@@ -353,7 +346,7 @@ def low_bit_linear_cpu(x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor
     if x.shape[0] > MAX_FUSED_ROWS[x.dtype]:
         return _multiply_unpacked(x, weight, bias)
     if x.shape[0] * weight.out_features * weight.in_features <= SERIAL_PRODUCTS:
-        numba.set_num_threads(1)
+        use_threads(1)
     return _multiply_fused(x, weight, bias)
 
 

@@ -41,7 +41,7 @@ def test_idle_threads_do_not_spin_unless_asked_to(given: str | None) -> None:
         variables["GOMP_SPINCOUNT"] = given
     code = "import os; from cocktail.cli.app import run; run(['-V']); print(os.environ['GOMP_SPINCOUNT'])"
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == (given or "1000")
+    assert done.stdout.splitlines()[-1] == (given or "10000")
 
 
 def test_version_is_one_line(cocktail: Run) -> None:

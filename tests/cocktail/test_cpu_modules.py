@@ -1,0 +1,123 @@
+"""Decode steps in compiled code against the layers of transformers, which other passes go on running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cocktail.bit_plan import plan_bits
+from cocktail.context import ContextLayout, KVGeometry
+from cocktail.cpu_modules import layer_weights, use_cpu_kernels
+from cocktail.kv_cache import MixedKVCache
+from cocktail.prefill import extend, prefill
+from tests.kernels.closeness import assert_close_rms
+
+MakeModel = Callable[..., Any]
+COMPILED = {"llama", "qwen2", "qwen3", "mistral", "mistral-sliding", "smollm3"}
+# Recognised by their parts, and found to compute something else at the first step.
+TRIED = {"granite"}
+LAYOUT = ContextLayout(5, 6, 16, 9)
+IDS = torch.randint(3, 384, (LAYOUT.context_len + 7,), generator=torch.Generator().manual_seed(0))
+
+
+def read(model: PreTrainedModel) -> MixedKVCache:
+    """A cache that has read `IDS`."""
+    cache = MixedKVCache(KVGeometry.from_config(model.config, len(IDS) + 40), LAYOUT, 40, model.dtype)
+    plan = plan_bits("cocktail-paper", np.linspace(0, 1, LAYOUT.num_chunks), 0.6, 0.1)
+    prefill(model, cache, IDS[: LAYOUT.context_len], IDS[LAYOUT.context_len :], plan)
+    return cache
+
+
+def compiled_layers(model: PreTrainedModel) -> int:
+    return sum(getattr(layer.forward, "agrees", None) is True for layer in model.get_decoder().layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_are_those_of_transformers(family: str, dtype: torch.dtype, make_model: MakeModel) -> None:
+    model, plain = (make_model(family, "cocktail").to(dtype) for _ in range(2))
+    use_cpu_kernels(model)
+    cache, plain_cache = read(model), read(plain)
+    for token in range(20, 30):
+        # Twice as many rows in a pass now and then, which the layers themselves run.
+        ids = torch.arange(token, token + (2 if token == 25 else 1))
+        assert_close_rms(extend(model, cache, ids), extend(plain, plain_cache, ids), 2e-2, f"{family} {token}")
+    assert compiled_layers(model) == (3 if family in COMPILED else 0)
+    recognised = sum(layer_weights(layer) is not None for layer in plain.get_decoder().layers)
+    assert recognised == (3 if family in COMPILED | TRIED else 0)
+    for one, other in zip(cache.kv_layers, plain_cache.kv_layers, strict=True):
+        stop = one.context_kept + cache.tail_len
+        for mine, theirs in ((one.key, other.key), (one.value, other.value)):
+            assert_close_rms(mine[:, :stop], theirs[:, :stop], 2e-2, "cache")
+
+
+def test_biases_of_attention_are_added(make_model: MakeModel) -> None:
+    model, plain = (make_model("llama", "cocktail", attention_bias=True).bfloat16() for _ in range(2))
+    for layers in zip(model.model.layers, plain.model.layers, strict=True):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            bias = torch.randn(
+                getattr(layers[0].self_attn, name).bias.shape, generator=torch.Generator().manual_seed(1)
+            )
+            for layer in layers:
+                getattr(layer.self_attn, name).bias.copy_(bias)
+    use_cpu_kernels(model)
+    cache, plain_cache = read(model), read(plain)
+    for token in range(4):
+        ids = torch.tensor([token + 50])
+        assert_close_rms(extend(model, cache, ids), extend(plain, plain_cache, ids), 2e-2, "step")
+    assert compiled_layers(model) == 3
+
+
+@pytest.mark.parametrize("part", ["rotary", "norm", "activation", "scale"])
+def test_a_layer_that_computes_something_else_is_left_alone(
+    part: str, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each difference is in the class and not in its parts' names."""
+    from transformers.models.llama import modeling_llama as llama
+
+    model = make_model("llama", "cocktail").bfloat16()
+    if part == "rotary":
+        monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q, k))
+    elif part == "norm":
+        forward = llama.LlamaRMSNorm.forward
+        monkeypatch.setattr(llama.LlamaRMSNorm, "forward", lambda self, x: forward(self, x) + x)
+    elif part == "activation":
+        for layer in model.model.layers:
+            layer.mlp.act_fn = torch.nn.GELU()
+    else:
+        whole = llama.LlamaMLP.forward
+        monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: 0.5 * whole(self, x))
+    use_cpu_kernels(model)
+    cache = read(model)
+    for token in range(3):
+        extend(model, cache, torch.tensor([token + 50]))
+    assert compiled_layers(model) == 0
+
+
+def test_float32_and_models_elsewhere_are_untouched(make_model: MakeModel) -> None:
+    model = make_model("llama", "cocktail")
+    use_cpu_kernels(model)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_prefill_leaves_compiled_steps_in_place(make_model: MakeModel) -> None:
+    model = make_model("llama", "cocktail").bfloat16()
+    use_cpu_kernels(model)
+    before = [layer.forward for layer in model.model.layers]
+    read(model)
+    assert [layer.forward for layer in model.model.layers] == before
+
+
+def test_linear_subclasses_are_left_alone(make_model: MakeModel) -> None:
+    class Special(torch.nn.Linear):
+        pass
+
+    model = make_model("llama", "cocktail").bfloat16()
+    model.lm_head.__class__ = Special
+    use_cpu_kernels(model)
+    assert "forward" not in model.lm_head.__dict__
+    assert "forward" in model.model.layers[0].mlp.down_proj.__dict__
