@@ -106,6 +106,9 @@ class ModelInfo:
     device: str
 
 
+NOT_IN_JSON = ("reasoning", "steps")
+
+
 @dataclass(frozen=True)
 class Answer:
     """One question's answer with everything that is reported about it."""
@@ -126,12 +129,15 @@ class Answer:
     versions: dict[str, str]
     warnings: tuple[str, ...] = ()
     id: str | None = None
+    # Not part of the JSON object.
     reasoning: str = field(default="", compare=False)
+    steps: str = field(default="", compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON object; never holds NaN."""
         body = asdict(self)
-        body.pop("reasoning")
+        for name in NOT_IN_JSON:
+            body.pop(name)
         body["citations"] = list(body["citations"])
         body["warnings"] = list(body["warnings"])
         identity = body.pop("id")
@@ -140,7 +146,7 @@ class Answer:
 
 def error_json(code: str, message: str, hint: str | None, identity: str | None = None) -> dict[str, Any]:
     """The contract's JSON object of a run that failed: every key of an answer's, null where nothing is known."""
-    unknown = {item.name: None for item in fields(Answer) if item.name not in ("id", "reasoning")}
+    unknown = {item.name: None for item in fields(Answer) if item.name not in ("id", *NOT_IN_JSON)}
     return {
         "schema_version": SCHEMA_VERSION,
         "ok": False,

@@ -44,6 +44,14 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
             layer.forward = _CompiledStep(layer, weights)
 
 
+def compiled_layers(model: PreTrainedModel) -> tuple[int, int]:
+    """How many decoder layers have run compiled steps, and of how many."""
+    layers: Any = model.get_decoder().layers
+    return sum(isinstance(layer.forward, _CompiledStep) and layer.forward.agrees is True for layer in layers), len(
+        layers
+    )
+
+
 def _linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return dense_linear(x, self.weight, self.bias)
 

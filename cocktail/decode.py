@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cocktail.decode_step import DecodeStep
 from cocktail.kv_cache import MixedKVCache
-from cocktail.prefill import extend
 from cocktail.sampling import Sampler
 from cocktail.text_stream import Detokenizer, ReasoningSplitter, StopMatcher
 
 
 @dataclass
 class Generation:
-    """What was generated. `finish_reason` is "stop", "length" or "interrupted"."""
+    """What was generated. `finish_reason` is "stop", "length" or "interrupted"; `steps` says how steps ran."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     reasoning: str = ""
     finish_reason: str = "length"
+    steps: str = ""
 
 
 @torch.inference_mode()
@@ -54,7 +55,7 @@ def generate(
         on_reasoning: receives text between reasoning marks.
         on_token: called after every token.
     """
-    result = Generation()
+    result, step = Generation(), DecodeStep(model, cache)
     detokenizer, matcher = Detokenizer(tokenizer), StopMatcher(stop)
 
     def answer(piece: str) -> None:
@@ -82,9 +83,10 @@ def generate(
                 break
             if len(result.token_ids) == max_tokens:
                 break
-            logits = extend(model, cache, torch.tensor([token_id], device=cache.device))
+            logits = step(torch.tensor([token_id], device=cache.device))
     except KeyboardInterrupt:
         result.finish_reason = "interrupted"
     splitter.feed(matcher.flush())
     splitter.flush()
+    result.steps = step.describe()
     return result

@@ -323,6 +323,7 @@ def _answer(
         versions=versions(),
         warnings=tuple(warnings),
         reasoning=generation.reasoning,
+        steps=generation.steps,
     )
 
 

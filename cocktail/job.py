@@ -88,6 +88,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
         device_context_bytes=CUDA_CONTEXT_BYTES if on_cuda else 0,
         # On a card it is kept in host memory.
         keeps_context=len(reading.suffixes) > 1 and not on_cuda,
+        captured_rows=1 if on_cuda else 0,
     )
     free_bytes = _free_bytes(on_cuda)
     budget_bytes = int(free_bytes * (1 - AUTO_MARGIN)) if config.vram_auto else config.vram_bytes

@@ -75,7 +75,7 @@ class MixedKVCache(Cache):
         self.kv_layers = [self._empty_layer(window) for window in geometry.windows]
         self._slot_positions = torch.zeros(tail_capacity, dtype=torch.int64, device=self.device)
         self._arena: SegmentArena | None = None
-        self._pass: ContextPass | TailPass | None = None
+        self._pass: ContextPass | TailPass | DeviceTailPass | None = None
 
     def _empty_layer(self, window: int | None) -> LayerKV:
         kept = min(window, self.layout.context_len) if window is not None else 0
@@ -110,12 +110,34 @@ class MixedKVCache(Cache):
         self._slot_positions[start:stop] = positions
         masks: dict[int | None, torch.Tensor | None] = {None: mask}
         for window in {window for window in self.geometry.windows if window is not None}:
-            kept = min(window, self.layout.context_len)
-            context = torch.arange(self.layout.context_len - kept, self.layout.context_len, device=self.device)
-            behind = positions[:, None] - torch.cat([context, self._slot_positions[:stop]])
-            visible = behind < window
-            masks[window] = visible if mask is None else visible & torch.nn.functional.pad(mask, (kept, 0), value=True)
+            masks[window] = self._in_window(window, positions, stop, mask)
         self._pass = TailPass(start, positions.shape[0], masks)
+
+    def begin_device_tail(
+        self, slots: torch.Tensor, tail_len: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        """As `begin_tail`, with every number on the device: nothing waits for it, so a CUDA graph can be captured.
+
+        Args:
+            slots: [rows], int64: slots that the rows are written to.
+            tail_len: [1], int32: slots from here on are hidden.
+            positions: [rows], int64: absolute positions.
+            mask: [rows, tail_capacity], bool; None: all slots below `tail_len`.
+        """
+        self._slot_positions.index_copy_(0, slots, positions)
+        masks: dict[int | None, torch.Tensor | None] = {None: mask}
+        lens: dict[int | None, torch.Tensor] = {None: tail_len}
+        for window in {window for window in self.geometry.windows if window is not None}:
+            masks[window] = self._in_window(window, positions, self.tail_capacity, mask)
+            lens[window] = tail_len + min(window, self.layout.context_len)
+        self._pass = DeviceTailPass(slots, lens, masks)
+
+    def _in_window(self, window: int, positions: torch.Tensor, stop: int, mask: torch.Tensor | None) -> torch.Tensor:
+        """[rows, context kept + stop], bool: which tokens each row of a sliding-window layer sees."""
+        kept = min(window, self.layout.context_len)
+        context = torch.arange(self.layout.context_len - kept, self.layout.context_len, device=self.device)
+        visible = positions[:, None] - torch.cat([context, self._slot_positions[:stop]]) < window
+        return visible if mask is None else visible & torch.nn.functional.pad(mask, (kept, 0), value=True)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -259,6 +281,21 @@ class TailPass:
 
 
 @dataclass(frozen=True)
+class DeviceTailPass:
+    """A pass over tail slots whose numbers are on the device; `lens[window]` and `masks[window]` as in `TailPass`."""
+
+    slots: torch.Tensor
+    lens: dict[int | None, torch.Tensor]
+    masks: dict[int | None, torch.Tensor | None]
+
+    def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> TailView:
+        index = self.slots + layer.context_kept
+        layer.key.index_copy_(1, index, key)
+        layer.value.index_copy_(1, index, value)
+        return TailView(layer, layer.key.shape[1], self.masks[layer.window], self.lens[layer.window])
+
+
+@dataclass(frozen=True)
 class ContextView:
     """The unquantized context of one layer up to the rows of a prefill pass; without a mask it is plainly causal."""
 
@@ -301,13 +338,14 @@ def _causal_attention(
 
 @dataclass(frozen=True)
 class TailView:
-    """A layer's whole context and its tail up to the rows of a pass."""
+    """A layer's whole context and its tail up to the rows of a pass, or up to `tail_len`, a number on the device."""
 
     layer: LayerKV
     stop: int
     mask: torch.Tensor | None
+    tail_len: torch.Tensor | None = None
 
     def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention over segments and visible tail slots: [num_heads, rows, head_dim] to the same shape."""
         key, value = self.layer.key[:, : self.stop], self.layer.value[:, : self.stop]
-        return mixed_attention(query, self.layer.segments, key, value, self.mask, scaling)
+        return mixed_attention(query, self.layer.segments, key, value, self.mask, scaling, self.tail_len)

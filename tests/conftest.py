@@ -29,6 +29,15 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 USER_CACHE = user_cache_path("cocktail")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` need a card."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 class NetworkForbiddenError(AssertionError):
     """A test tried to open a network connection."""
 

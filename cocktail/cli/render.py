@@ -274,6 +274,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         ("budget", budget + (" (emulated)" if plan.emulated else "")),
         ("peak", f"{format_bytes(plan.estimated_peak_bytes)} estimated, {measured} measured"),
         ("layers", f"{plan.resident_layers} resident, {plan.offloaded_layers} offloaded"),
+        ("decode steps", answer.steps),
         ("speculation", speculation.mode + (f" ({speculation.why_off})" if speculation.why_off else "")),
         ("cache", f"document {answer.cache.document}, kv {answer.cache.kv}"),
     ]

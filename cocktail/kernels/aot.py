@@ -104,6 +104,7 @@ def compiled_resources(compilation: Compilation, capability: int) -> Resources:
         attrs={(n,): [["tt.divisibility", 16]] for n, argument in enumerate(arguments) if is_aligned(*argument)},
     )
     options = {"num_warps": compilation.num_warps, "num_stages": compilation.num_stages}
+    options |= {"maxnreg": compilation.max_registers} if compilation.max_registers else {}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

@@ -18,6 +18,8 @@ class Compilation:
         constexprs: values of the arguments whose type is "constexpr".
         num_warps: warps of a program.
         num_stages: stages of software pipelining.
+        max_registers: that a thread may use, or None. Without a limit the assembler keeps to 128 where that lets one
+            more block run, and spills for it.
     """
 
     name: str
@@ -26,3 +28,4 @@ class Compilation:
     constexprs: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None

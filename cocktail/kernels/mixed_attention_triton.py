@@ -63,7 +63,8 @@ def mixed_attention_triton(
     if tail_mask is not None:
         tail_mask = (tail_mask if tail_mask.stride(-1) == 1 else tail_mask.contiguous()).view(torch.uint8)
 
-    block_m, tile, num_warps, num_stages = configuration(head_dim, group_rows, query.itemsize)
+    capability = _capability(query.device)
+    block_m, tile, num_warps, num_stages, registers = configuration(head_dim, group_rows, query.itemsize, capability)
     row_tiles = triton.cdiv(group_rows, block_m)
     programs = max(1, PROGRAMS_PER_PROCESSOR * _processors(query.device) // (row_tiles * num_kv_heads))
     work = work_of(table, head_dim, tile, programs, query.device)
@@ -99,6 +100,7 @@ def mixed_attention_triton(
         TILE=tile,
         num_warps=num_warps,
         num_stages=num_stages,
+        maxnreg=registers,
     )
     merge_kernel[(num_heads * rows,)](
         partial,
@@ -124,6 +126,14 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def _capability(device: torch.device) -> int:
+    """The device's architecture as in sm_89, which stands for the interpreter too."""
+    if device.type != "cuda":
+        return 89
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 HEAD_DIMS = (64, 80, 96, 128, 256)
 # Pairs of K and V bits of the segments that a compiled variant holds; representative, as any set may occur.
 SEGMENT_SETS = (((2, 2), (4, 4), (16, 16)), ((16, 16),), ((8, 8), (16, 16)), ((FP8, FP8),), ((3, 3),), ((4, 2),))
@@ -133,11 +143,11 @@ def compilations(capability: int) -> Iterator[Compilation]:
     """Variants that `mixed_attention_triton` may launch: head sizes, sets of segments, few and many rows, dtypes.
 
     Representative: blocks of 32 tokens, 16-bit scales, a tail mask and `tail_len`. Other sets, sizes of blocks, scales,
-    and tails without a mask make variants of their own. They are the same on every architecture.
+    and tails without a mask make variants of their own.
     """
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     for head_dim, pairs, rows, name in product(HEAD_DIMS, SEGMENT_SETS, (FEW_ROWS, MANY_ROWS), dtypes):
-        block_m, tile, num_warps, num_stages = configuration(head_dim, rows, 2)
+        block_m, tile, num_warps, num_stages, registers = configuration(head_dim, rows, 2, capability)
 
         def kind_of(pair: tuple[int, int], block_size: int, dtype: torch.dtype, size: int, tile: int) -> Kind:
             types = dtype if pair[0] == 16 else torch.uint8, dtype if pair[1] == 16 else torch.uint8
@@ -159,7 +169,7 @@ def compilations(capability: int) -> Iterator[Compilation]:
         signature |= dict.fromkeys(RUN_TIME_NUMBERS, "i32") | dict.fromkeys(constexprs, "constexpr")
         bits = "+".join(f"k{k}v{v}" for k, v in pairs)
         label = f"mixed_attention-{head_dim}-{bits}-{block_m}x{tile}-{name}"
-        yield Compilation(label, mixed_attention_kernel, signature, constexprs, num_warps, num_stages)
+        yield Compilation(label, mixed_attention_kernel, signature, constexprs, num_warps, num_stages, registers)
     for head_dim, dtype in product(HEAD_DIMS, dtypes):
         constexprs = {"HEAD_DIM": head_dim, "DIMS": dims(head_dim), "PARTS": MERGED_PARTS}
         signature = {"partial": "*fp32", "partial_lse": "*fp32", "output": f"*{dtype}", "num_rows": "i32"}

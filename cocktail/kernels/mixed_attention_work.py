@@ -35,19 +35,26 @@ TOKEN_COST = 4
 
 
 class Configuration(NamedTuple):
-    """Launch configuration: query rows and tokens of a tile, warps and pipeline stages."""
+    """Launch configuration: query rows and tokens of a tile, warps, pipeline stages, the most registers of a thread."""
 
     block_m: int
     tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
 
-def configuration(head_dim: int, group_rows: int, item_bytes: int) -> Configuration:
-    """For `group_rows` query rows that share a KV head, of values of `item_bytes`; the same on every architecture."""
+def configuration(head_dim: int, group_rows: int, item_bytes: int, capability: int) -> Configuration:
+    """For `group_rows` query rows that share a KV head, of values of `item_bytes`, on an architecture such as 89.
+
+    Limits on registers stand where the assembler would spill; see `Compilation`.
+    """
     if group_rows <= FEW_ROWS:
-        return Configuration(FEW_ROWS, 64 if head_dim <= 64 else 32, 4, 1)
-    return Configuration(MANY_ROWS if head_dim <= 128 and item_bytes == 2 else MANY_ROWS // 2, 32, 8, 1)
+        registers = 255 if capability >= 90 and head_dim < 128 else None
+        return Configuration(FEW_ROWS, 64 if head_dim <= 64 else 32, 4, 1, registers)
+    if head_dim <= 128 and item_bytes == 2:
+        return Configuration(MANY_ROWS, 32, 8, 1, None)
+    return Configuration(MANY_ROWS // 2, 32, 8, 1, 255)
 
 
 class Kind(NamedTuple):

@@ -25,7 +25,7 @@ COPY = tl.constexpr(UNQUANTIZED)
 # Blocks that may share key scales.
 MAX_SPAN = tl.constexpr(4)
 ALL = tl.constexpr(tl.PropagateNan.ALL)
-NUM_WARPS, NUM_STAGES = 8, 1
+NUM_WARPS, NUM_STAGES, MAX_REGISTERS = 8, 1, 168
 
 
 @triton.jit
@@ -369,7 +369,7 @@ def quantize_pack_triton(key: torch.Tensor, value: torch.Tensor, blocks: torch.T
         key, *key.stride(), value, *value.stride(), blocks.contiguous(), out.scale_index, len(blocks),
         len(blocks) if out.k_scale is None else out.k_scale.shape[1], block_size, *tables,
         **_constants(head_dim, out.k_bits, out.v_bits, 1 if out.v_scale is None else out.v_scale.shape[-1]),
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -397,4 +397,4 @@ def _compilation(head_dim: int, bits: int, dtype: str, scale_bits: int) -> Compi
     constants |= dict.fromkeys(("k_range", "v_range") if scale_bits == 16 else ())
     signature |= dict.fromkeys(constants, "constexpr")
     name = f"quantize_pack d{head_dim} {'fp8' if bits == FP8 else bits} {dtype} scales{scale_bits}"
-    return Compilation(name, _quantize_pack, signature, constants, NUM_WARPS, NUM_STAGES)
+    return Compilation(name, _quantize_pack, signature, constants, NUM_WARPS, NUM_STAGES, MAX_REGISTERS)

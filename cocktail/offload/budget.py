@@ -11,6 +11,9 @@ from cocktail.kernels.limits import QUANTIZE_BYTES_PER_VALUE, QUANTIZE_VALUES, a
 
 # A CUDA context with cuBLAS handles; what nvidia-smi shows for an idle PyTorch process on recent drivers.
 CUDA_CONTEXT_BYTES = 450_000_000
+# What the graphs of decode steps take beside logits: the allocator gives their pool a segment of 2 MiB for small and
+# one of 20 MiB for larger temporaries, and the driver keeps some KiB for each of a few thousand kernels.
+GRAPH_POOL_BYTES = 48_000_000
 
 
 # Rows of one prefill segment at most, and the workspace that they may take.
@@ -30,6 +33,7 @@ class MemoryEstimate:
     rotary_tables: int
     workspace: int
     device_context: int
+    step_graphs: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -100,6 +104,7 @@ def estimate_peak(
     segment_tokens: int,
     device_context_bytes: int,
     keeps_context: bool = False,
+    captured_rows: int = 0,
 ) -> MemoryEstimate:
     """The peak of a run whose weights all stay on the device.
 
@@ -112,6 +117,7 @@ def estimate_peak(
         segment_tokens: rows of one prefill segment.
         device_context_bytes: 0 on a CPU.
         keeps_context: whether all layers' unquantized context stays on the device, for more questions.
+        captured_rows: rows of the largest decode step that CUDA graphs are captured of; 0 for none.
     """
     one_layer = layer_context_bytes(shape, context_tokens)
     return MemoryEstimate(
@@ -123,6 +129,7 @@ def estimate_peak(
         rotary_tables=total_tokens * shape.head_dim * (2 * shape.itemsize + 8),
         workspace=workspace_bytes(shape, context_tokens, suffix_tokens, segment_tokens),
         device_context=device_context_bytes,
+        step_graphs=GRAPH_POOL_BYTES + captured_rows * shape.vocab_size * shape.itemsize if captured_rows else 0,
     )
 
 

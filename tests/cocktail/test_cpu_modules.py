@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
-from cocktail.cpu_modules import layer_weights, use_cpu_kernels
+from cocktail.cpu_modules import compiled_layers, layer_weights, use_cpu_kernels
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import extend, prefill
 from tests.kernels.closeness import assert_close_rms
@@ -33,10 +33,6 @@ def read(model: PreTrainedModel) -> MixedKVCache:
     return cache
 
 
-def compiled_layers(model: PreTrainedModel) -> int:
-    return sum(getattr(layer.forward, "agrees", None) is True for layer in model.get_decoder().layers)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_steps_are_those_of_transformers(family: str, dtype: torch.dtype, make_model: MakeModel) -> None:
     model, plain = (make_model(family, "cocktail").to(dtype) for _ in range(2))
@@ -46,7 +42,7 @@ def test_steps_are_those_of_transformers(family: str, dtype: torch.dtype, make_m
         # Twice as many rows in a pass now and then, which the layers themselves run.
         ids = torch.arange(token, token + (2 if token == 25 else 1))
         assert_close_rms(extend(model, cache, ids), extend(plain, plain_cache, ids), 2e-2, f"{family} {token}")
-    assert compiled_layers(model) == (3 if family in COMPILED else 0)
+    assert compiled_layers(model) == (3 if family in COMPILED else 0, 3)
     recognised = sum(layer_weights(layer) is not None for layer in plain.get_decoder().layers)
     assert recognised == (3 if family in COMPILED | TRIED else 0)
     for one, other in zip(cache.kv_layers, plain_cache.kv_layers, strict=True):
@@ -69,7 +65,7 @@ def test_biases_of_attention_are_added(make_model: MakeModel) -> None:
     for token in range(4):
         ids = torch.tensor([token + 50])
         assert_close_rms(extend(model, cache, ids), extend(plain, plain_cache, ids), 2e-2, "step")
-    assert compiled_layers(model) == 3
+    assert compiled_layers(model) == (3, 3)
 
 
 @pytest.mark.parametrize("part", ["rotary", "norm", "activation", "scale"])
@@ -95,7 +91,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     cache = read(model)
     for token in range(3):
         extend(model, cache, torch.tensor([token + 50]))
-    assert compiled_layers(model) == 0
+    assert compiled_layers(model) == (0, 3)
 
 
 def test_float32_and_models_elsewhere_are_untouched(make_model: MakeModel) -> None:

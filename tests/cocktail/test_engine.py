@@ -240,7 +240,6 @@ def test_several_questions_need_memory_for_the_kept_context(document: Path, conf
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", ["cocktail", "fp16"])
 def test_a_card_gives_the_answer_of_the_cpu(document: Path, config: Config, policy: str) -> None:
     exact = replace(config, dtype="float32", kv=policy)

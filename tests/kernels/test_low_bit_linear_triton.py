@@ -79,7 +79,6 @@ def test_every_launch_is_listed_for_the_ahead_of_time_check(capability: int) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits", WEIGHT_BITS)
 @pytest.mark.parametrize("shape", [(577, 576), (100, 4096), (4096, 1536)])

@@ -383,8 +383,8 @@ def test_compilations_fit_their_kernels() -> None:
 
 
 def test_few_rows_take_the_small_tile() -> None:
-    assert configuration(128, 16, 2).block_m == 16
-    assert configuration(128, 17, 2).block_m == 64
+    assert configuration(128, 16, 2, 89).block_m == 16
+    assert configuration(128, 17, 2, 89).block_m == 64
 
 
 @pytest.mark.gpu

@@ -96,7 +96,6 @@ def test_compilations_name_every_argument(capability: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", WIDTHS, ids=width_name)
 def test_full_size_on_a_card(bits: int, dtype: torch.dtype) -> None:

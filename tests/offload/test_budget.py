@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cocktail.errors import BudgetError
 from cocktail.offload.budget import (
     CUDA_CONTEXT_BYTES,
+    GRAPH_POOL_BYTES,
     MAX_SEGMENT_TOKENS,
     MIN_SEGMENT_TOKENS,
     WORKSPACE_BYTES,
@@ -97,11 +98,22 @@ def test_the_peak_is_the_sum_of_all_parts() -> None:
     assert parts.hidden_states == (8192 + 300) * 3584 * 2
     assert parts.stored_context == 27 * parts.layer_context
     assert estimate(keeps_context=False).stored_context == 0
+    assert parts.step_graphs == 0
+    assert estimate(captured_rows=8).peak_bytes == parts.peak_bytes + GRAPH_POOL_BYTES + 8 * 152_064 * 2
     assert estimate(device_context_bytes=0).peak_bytes == parts.peak_bytes - CUDA_CONTEXT_BYTES
 
 
 @pytest.mark.parametrize(
-    "name", ["weight_bytes", "kv_bytes", "context_tokens", "total_tokens", "segment_tokens", "device_context_bytes"]
+    "name",
+    [
+        "weight_bytes",
+        "kv_bytes",
+        "context_tokens",
+        "total_tokens",
+        "segment_tokens",
+        "device_context_bytes",
+        "captured_rows",
+    ],
 )
 def test_more_of_anything_never_needs_less(name: str) -> None:
     sizes = [1, 100, 511, 512, 513, 4096, 8192, 100_000, 10**9]
