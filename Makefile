@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format models lint types test test-gpu aot bench docs handbook check
+.PHONY: format models lint types test test-gpu aot aot-subset bench docs handbook check
 
 format: ## rewrite the sources in the house style
 	$(PYTHON) -m ruff check --fix .
@@ -26,6 +26,9 @@ test-gpu: ## the tests that need a CUDA device
 aot: ## compiles every Triton kernel for every architecture, without a card, and writes docs/kernels.md
 	$(PYTHON) -m cocktail.kernels.aot --jobs 2 --write docs/kernels.md
 
+aot-subset: ## compiles the part of them that CI checks
+	$(PYTHON) -m cocktail.kernels.aot --jobs 2 --subset
+
 bench: ## one question about the handbook, with its times and bytes
 	$(PYTHON) -m cocktail.cli ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats
 
@@ -35,4 +38,4 @@ handbook: ## examples/handbook.pdf from docs/handbook/
 docs: handbook ## everything under docs/ that is generated
 	$(PYTHON) docs/generate_cli.py
 
-check: models lint types test ## what CI runs; the tests also fail on stale documents
+check: models lint types aot-subset test ## what CI runs; the tests also fail on stale documents

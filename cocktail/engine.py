@@ -170,7 +170,8 @@ def _compile_kernels(job: Job, loaded: LoadedModel, config: Config, reporter: Re
     if loaded.device.type != "cpu" or not cpu_kernels():
         return
     keep_compiled_in(models_dir(config).parent / "kernels")
-    kernel = (job.geometry.head_dim, loaded.dtype)
+    heads: int = job.reading.hf_config.num_attention_heads
+    kernel = (job.geometry.head_dim, heads // job.geometry.num_kv_heads, loaded.dtype)
     if is_compiled(*kernel):
         warm_up(*kernel)
         return

@@ -13,10 +13,11 @@ INTRODUCTION = """\
 
 Written by `make aot`; do not edit.
 
-`make aot` compiles every variant of every Triton kernel that a launcher may launch, for each of the architectures below
-and without a GPU. It fails if one does not compile, if its registers spill to local memory, or if a block needs more
-shared memory than the architecture gives it. The resources are read from the compiled programs, occupancy is computed
-from them. Nothing was run for this page: it says what fits, not what is fast.
+`make aot` compiles every variant of every Triton kernel that a launcher lists, for each of the architectures below and
+without a GPU. Attention has a variant for every set of precisions that a cache can hold; six sets stand for them. It
+fails if one does not compile, if its registers spill to local memory, or if a block needs more shared memory than the
+architecture gives it. The resources are read from the compiled programs, occupancy is computed from them. Nothing was
+run for this page: it says what fits, not what is fast.
 
 `python -m cocktail.kernels.aot -h` says how to check a part. Pointers are compiled as aligned to 16 bytes, as those of
 tensors are, and integers as any number unless the launcher's list says that they are multiples of 16.

@@ -52,13 +52,19 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def is_compiled(head_dim: int, dtype: torch.dtype) -> bool:
+def is_compiled(head_dim: int, group: int, dtype: torch.dtype) -> bool:
     """Whether `warm_up` has already been through for such a model, so that it takes a second and not half a minute."""
-    return _marker(head_dim, dtype).exists()
+    return _marker(head_dim, group, dtype).exists()
 
 
-def warm_up(head_dim: int, dtype: torch.dtype) -> None:
-    """Compiles, or loads from disk, every CPU kernel that a model of this head size and dtype needs."""
+def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    """Compiles, or loads from disk, every CPU kernel that a model needs.
+
+    Args:
+        head_dim: of its attention.
+        group: query heads of a KV head.
+        dtype: the run's.
+    """
     from cocktail.kernels.mixed_attention import mixed_attention
     from cocktail.kernels.quantize_pack import quantize_pack
 
@@ -67,10 +73,12 @@ def warm_up(head_dim: int, dtype: torch.dtype) -> None:
         quantize_pack(key, value, torch.arange(2), bits, bits, value_group_size(head_dim))
         for bits in (2, 4, UNQUANTIZED)
     ]
-    mixed_attention(key[0, :1, :1], segments, key[0, :1], value[0, :1], None, 1.0)
+    for rows in (1, 2):
+        query = key.new_zeros((group, rows, head_dim))
+        mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
-    marker = _marker(head_dim, dtype)
+    marker = _marker(head_dim, group, dtype)
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
@@ -92,7 +100,7 @@ def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
     dense_linear(row, square)
 
 
-def _marker(head_dim: int, dtype: torch.dtype) -> Path:
+def _marker(head_dim: int, group: int, dtype: torch.dtype) -> Path:
     import numba
 
-    return Path(numba.config.CACHE_DIR) / f"{head_dim}-{str(dtype).removeprefix('torch.')}"
+    return Path(numba.config.CACHE_DIR) / f"{head_dim}-{group}-{str(dtype).removeprefix('torch.')}"

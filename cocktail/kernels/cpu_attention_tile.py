@@ -303,18 +303,17 @@ def read_query(
 
 
 @njit(fastmath=True)
-def merge(peak: Any, total: Any, partial: Any, kind: Any, address: Any) -> None:
-    """Writes one query row: the items' partial results, [items, head_dim], merged by log-sum-exp."""
-    head_dim = partial.shape[1]
+def merge(peak: Any, total: Any, partial: Any, items: Any, head_dim: Any, kind: Any, address: Any) -> None:
+    """Writes one query row: the items' partial results, [items, head_dim], merged by log-sum-exp; addresses."""
     result = np.zeros(head_dim, np.float32)
     top, whole = LOWEST, ZERO
-    for item in range(peak.shape[0]):
-        top = max(top, peak[item])
-    for item in range(peak.shape[0]):
-        share, part = exp(peak[item] - top), partial[item]
-        whole += share * total[item]
+    for item in range(items):
+        top = max(top, load_f32(peak, item))
+    for item in range(items):
+        share = exp(load_f32(peak, item) - top)
+        whole += share * load_f32(total, item)
         for d in range(head_dim):
-            result[d] += share * part[d]
+            result[d] += share * load_f32(partial, item * head_dim + d)
     inverse = np.float32(1.0) / max(whole, np.float32(1e-37))
     if kind == BFLOAT16:
         for d in range(head_dim):

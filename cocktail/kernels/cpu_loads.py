@@ -100,6 +100,25 @@ round_f16 = _round("round_f16", _float_to_half, _half_to_float)
 round_bf16 = _round("round_bf16", _float_to_brain, _brain_to_float)
 
 
+def _pointer(name: str, kind: Any) -> Any:
+    """An intrinsic `name(address)`: a pointer for `carray`."""
+
+    @intrinsic
+    def pointer(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    pointer.__name__ = name
+    return pointer
+
+
+as_int64s = _pointer("as_int64s", types.int64)
+as_int32s = _pointer("as_int32s", types.int32)
+as_float32s = _pointer("as_float32s", types.float32)
+
+
 @intrinsic
 def _power_of_two(typing_context, exponent):  # type: ignore[no-untyped-def]
     """2 ** exponent for a whole float32 from -126 to 127; 0 for -127."""

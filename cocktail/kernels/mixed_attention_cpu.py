@@ -7,11 +7,12 @@ unpacked in registers; for more rows a tile of them is unpacked to float32 once 
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import cfunc, njit
 
 from cocktail.kernels import segment_table as columns
 from cocktail.kernels.cpu_attention_tile import (
@@ -34,8 +35,8 @@ from cocktail.kernels.cpu_attention_tile import (
     weigh_codes,
     weigh_few,
 )
-from cocktail.kernels.cpu_loads import load_i32, load_i64, load_u8
-from cocktail.kernels.cpu_threads import use_torch_threads
+from cocktail.kernels.cpu_loads import load_f32, load_i32, load_i64, load_u8, store_f32
+from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, GROUP, few_rows_fit, marker
 from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.segment import UNQUANTIZED
@@ -54,10 +55,7 @@ def attend_blocks_few(
     parts: Any,
     few: Any,
     row: Any,
-    first: Any,
-    last: Any,
-    first_token: Any,
-    last_token: Any,
+    span: Any,
     head: Any,
     kind: Any,
     query: Any,
@@ -66,6 +64,7 @@ def attend_blocks_few(
     out: Any,
 ) -> None:
     """As `attend_blocks`, for the query rows of one decode step, as many at a time as `few` has elements."""
+    first, last, first_token, last_token = load_i64(span, 1), load_i64(span, 2), load_i64(span, 3), load_i64(span, 4)
     num_rows, head_dim, groups = query.shape[0], query.shape[1], len(parts)
     width = FEW_TILE + GROUP
     k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
@@ -120,10 +119,7 @@ def attend_blocks(
     dim: Any,
     parts: Any,
     row: Any,
-    first: Any,
-    last: Any,
-    first_token: Any,
-    last_token: Any,
+    span: Any,
     head: Any,
     kind: Any,
     query: Any,
@@ -131,7 +127,8 @@ def attend_blocks(
     total: Any,
     out: Any,
 ) -> None:
-    """Tokens first_token <= t < last_token of each block first <= b < last; `row` is the address of a table's row."""
+    """The blocks and tokens of a range of `work_items` at address `span`; `row` is the address of a table's row."""
+    first, last, first_token, last_token = load_i64(span, 1), load_i64(span, 2), load_i64(span, 3), load_i64(span, 4)
     num_rows, head_dim = query.shape
     tile_tokens, groups = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim)), len(parts)
     width = tile_tokens + GROUP
@@ -222,99 +219,79 @@ def attend_tail(
         add_and_clear(added, out)
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
-def run(
-    dim: Any,
-    parts: Any,
-    few: Any,
-    use_few: Any,
-    kind: Any,
-    query: Any,
-    query_head: Any,
-    query_row: Any,
-    kv_heads: Any,
-    group: Any,
-    rows: Any,
-    scaling: Any,
-    table: Any,
-    ranges: Any,
-    item_ends: Any,
-    num_items: Any,
-    tail_key: Any,
-    tail_value: Any,
-    tail_key_head: Any,
-    tail_value_head: Any,
-    slots: Any,
-    mask: Any,
-    mask_row: Any,
-    out: Any,
-) -> None:
-    """All tensors are addresses, all strides are in elements; see `mixed_attention_cpu`."""
-    head_dim, itemsize = 8 * len(dim), 4 if kind == FLOAT32 else 2
-    num_rows = group * rows
-    chunks = -(-num_rows // CHUNK)
-    tail_items = -(-slots // (ITEM_TOKENS * chunks))
-    items = num_items + tail_items
-    peak = np.empty((kv_heads, num_rows, items), np.float32)
-    total = np.empty((kv_heads, num_rows, items), np.float32)
-    partial = np.empty((kv_heads, num_rows, items, head_dim), np.float32)
-    for work in prange(kv_heads * chunks * items):
+# Parameters of a call, in int64. Tensors are addresses, strides count elements; 0 stands for a mask that there is not.
+(
+    KIND,
+    QUERY,
+    QUERY_HEAD,
+    QUERY_ROW,
+    KV_HEADS,
+    SHARE,
+    ROWS,
+    SCALING,
+    TABLE,
+    RANGES,
+    ITEM_ENDS,
+    NUM_ITEMS,
+    TAIL_KEY,
+    TAIL_VALUE,
+    TAIL_KEY_HEAD,
+    TAIL_VALUE_HEAD,
+    SLOTS,
+    MASK,
+    MASK_ROW,
+    OUT,
+    ITEMS,
+    PEAK,
+    TOTAL,
+    PARTIAL,
+) = range(24)
+
+
+@cache
+def _attend_item(head_dim: int, groups: int, few: int) -> Any:
+    """The compiled work item for a head size and a number of value groups.
+
+    Args:
+        few: query rows whose codes stay in registers, for the rows of a decode step; 0 for tiles in memory.
+    """
+    dim, parts, rows_at_once = marker(head_dim), (0,) * groups, (0,) * max(few, 1)
+
+    @cfunc(ITEM, cache=True, fastmath=True)
+    def attend_item(p: Any, work: Any) -> None:
+        kind, kv_heads, group, rows = load_i64(p, KIND), load_i64(p, KV_HEADS), load_i64(p, SHARE), load_i64(p, ROWS)
+        items, num_items, slots = load_i64(p, ITEMS), load_i64(p, NUM_ITEMS), load_i64(p, SLOTS)
+        itemsize, num_rows = 4 if kind == FLOAT32 else 2, group * rows
+        chunks = -(-num_rows // CHUNK)
         head, chunk, item = work % kv_heads, work // kv_heads % chunks, work // (kv_heads * chunks)
         first_row = chunk * CHUNK
-        last_row = min(first_row + CHUNK, num_rows)
-        count = last_row - first_row
+        count = min(first_row + CHUNK, num_rows) - first_row
         mine = np.empty((count, head_dim), np.float32)
-        read_query(
-            query + head * group * query_head * itemsize,
-            query_row,
-            query_head,
-            kind,
-            rows,
-            scaling,
-            first_row,
-            mine,
-        )
+        query = load_i64(p, QUERY) + head * group * load_i64(p, QUERY_HEAD) * itemsize
+        scaling = load_f32(p, 2 * SCALING)
+        read_query(query, load_i64(p, QUERY_ROW), load_i64(p, QUERY_HEAD), kind, rows, scaling, first_row, mine)
         top, whole = np.full(count, LOWEST, np.float32), np.zeros(count, np.float32)
         result = np.zeros((count, head_dim), np.float32)
         if item < num_items:
-            start = load_i64(item_ends, item - 1) if item else 0
-            for at in range(start, load_i64(item_ends, item)):
-                entry = 5 * at
-                row = table + 8 * COLUMNS * load_i64(ranges, entry)
-                low, high = load_i64(ranges, entry + 1), load_i64(ranges, entry + 2)
-                low_token, high_token = load_i64(ranges, entry + 3), load_i64(ranges, entry + 4)
-                if use_few:
-                    attend_blocks_few(
-                        dim,
-                        parts,
-                        few,
-                        row,
-                        low,
-                        high,
-                        low_token,
-                        high_token,
-                        head,
-                        kind,
-                        mine,
-                        top,
-                        whole,
-                        result,
-                    )
+            ends = load_i64(p, ITEM_ENDS)
+            for at in range(load_i64(ends, item - 1) if item else 0, load_i64(ends, item)):
+                span = load_i64(p, RANGES) + 40 * at
+                row = load_i64(p, TABLE) + 8 * COLUMNS * load_i64(span, 0)
+                if few:
+                    attend_blocks_few(dim, parts, rows_at_once, row, span, head, kind, mine, top, whole, result)
                 else:
-                    attend_blocks(
-                        dim, parts, row, low, high, low_token, high_token, head, kind, mine, top, whole, result
-                    )
+                    attend_blocks(dim, parts, row, span, head, kind, mine, top, whole, result)
         else:
             start = (item - num_items) * ITEM_TOKENS * chunks
             attend_tail(
                 dim,
-                tail_key + head * tail_key_head * itemsize,
-                tail_value + head * tail_value_head * itemsize,
+                load_i64(p, TAIL_KEY) + head * load_i64(p, TAIL_KEY_HEAD) * itemsize,
+                load_i64(p, TAIL_VALUE) + head * load_i64(p, TAIL_VALUE_HEAD) * itemsize,
                 start,
                 min(start + ITEM_TOKENS * chunks, slots),
                 kind,
-                mask,
-                mask_row,
+                load_i64(p, MASK),
+                load_i64(p, MASK_ROW),
                 rows,
                 first_row,
                 mine,
@@ -323,15 +300,30 @@ def run(
                 result,
             )
         for m in range(count):
-            peak[head, first_row + m, item] = top[m]
-            total[head, first_row + m, item] = whole[m]
-            into, found = partial[head, first_row + m, item], result[m]
+            part = (head * num_rows + first_row + m) * items + item
+            store_f32(load_i64(p, PEAK), part, top[m])
+            store_f32(load_i64(p, TOTAL), part, whole[m])
             for d in range(head_dim):
-                into[d] = found[d]
-    for work in range(kv_heads * num_rows):
-        head, m = work // num_rows, work % num_rows
+                store_f32(load_i64(p, PARTIAL), part * head_dim + d, result[m, d])
+
+    return attend_item
+
+
+@cache
+def _merge_item(head_dim: int) -> Any:
+    """The compiled merge of one query row's partial results."""
+
+    @cfunc(ITEM, cache=True, fastmath=True)
+    def merge_item(p: Any, item: Any) -> None:
+        kind, kv_heads, group, rows = load_i64(p, KIND), load_i64(p, KV_HEADS), load_i64(p, SHARE), load_i64(p, ROWS)
+        items, num_rows = load_i64(p, ITEMS), group * rows
+        head, m = item // num_rows, item % num_rows
         at = ((m % rows) * kv_heads * group + head * group + m // rows) * head_dim
-        merge(peak[head, m], total[head, m], partial[head, m], kind, out + at * itemsize)
+        out, first = load_i64(p, OUT) + at * (4 if kind == FLOAT32 else 2), 4 * item * items
+        peak, total = load_i64(p, PEAK) + first, load_i64(p, TOTAL) + first
+        merge(peak, total, load_i64(p, PARTIAL) + first * head_dim, items, head_dim, kind, out)
+
+    return merge_item
 
 
 def mixed_attention_cpu(
@@ -346,38 +338,48 @@ def mixed_attention_cpu(
     """See `mixed_attention`."""
     num_heads, rows, head_dim = query.shape
     num_kv_heads, slots, _ = tail_key.shape
+    slots = slots if tail_len is None else min(slots, int(tail_len))
     group = num_heads // num_kv_heads
     chunks = -(-group * rows // CHUNK)
     ranges, ends = work_items(table, ITEM_TOKENS * chunks)
+    items = len(ends) - (-slots // (ITEM_TOKENS * chunks))
     out = query.new_empty((rows, num_heads, head_dim))
-    use_torch_threads()
+    parts = num_heads * rows * items
+    scratch = np.empty(parts * (2 + head_dim), np.float32)
+    peak = scratch.ctypes.data
+    parameters = np.array(
+        (
+            KINDS[query.dtype],
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            num_kv_heads,
+            group,
+            rows,
+            0,
+            table.table.data_ptr(),
+            ranges.ctypes.data,
+            ends.ctypes.data,
+            len(ends),
+            tail_key.data_ptr(),
+            tail_value.data_ptr(),
+            tail_key.stride(0),
+            tail_value.stride(0),
+            slots,
+            0 if tail_mask is None else tail_mask.data_ptr(),
+            0 if tail_mask is None else tail_mask.stride(0),
+            out.data_ptr(),
+            items,
+            peak,
+            peak + 4 * parts,
+            peak + 8 * parts,
+        ),
+        np.int64,
+    )
+    parameters.view(np.float32)[2 * SCALING] = scaling
     few = max(count for count in range(1, FEW + 1) if group % count == 0)
     # A group of five or seven heads would meet its codes one head at a time.
     fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // table.value_groups)
-    run(
-        marker(head_dim),
-        (0,) * table.value_groups,
-        (0,) * few,
-        fits,
-        KINDS[query.dtype],
-        query.data_ptr(),
-        query.stride(0),
-        query.stride(1),
-        num_kv_heads,
-        group,
-        rows,
-        np.float32(scaling),
-        table.table.data_ptr(),
-        ranges.ctypes.data,
-        ends.ctypes.data,
-        len(ends),
-        tail_key.data_ptr(),
-        tail_value.data_ptr(),
-        tail_key.stride(0),
-        tail_value.stride(0),
-        slots if tail_len is None else min(slots, int(tail_len)),
-        0 if tail_mask is None else tail_mask.data_ptr(),
-        0 if tail_mask is None else tail_mask.stride(0),
-        out.data_ptr(),
-    )
+    item = _attend_item(head_dim, table.value_groups, few if fits else 0)
+    run_items(item, num_kv_heads * chunks * items, parameters, _merge_item(head_dim), num_heads * rows)
     return out.transpose(0, 1)

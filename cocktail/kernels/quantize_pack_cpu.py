@@ -5,17 +5,28 @@ items are spread over torch's threads. Divisions and roundings are those of the 
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from cocktail.kernels import segment_table as columns
-from cocktail.kernels.cpu_loads import load_bf16, load_f16, load_f32, store_f16
-from cocktail.kernels.cpu_threads import use_torch_threads
+from cocktail.kernels.cpu_loads import (
+    as_float32s,
+    as_int32s,
+    as_int64s,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_i64,
+    round_f16,
+    store_f16,
+)
+from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.quantize_pack_ref import FP8_MAX, HALF_MAX, KEY_SHARES, SCALE_EPSILON
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
 from cocktail.kernels.segment_table import SegmentTable
@@ -23,6 +34,7 @@ from cocktail.kernels.segment_table import SegmentTable
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 _KINDS = {torch.float32: _FLOAT32, torch.float16: _FLOAT16, torch.bfloat16: _BFLOAT16}
 _KIND, _ADDRESS, _HEAD_STRIDE, _BLOCK_STRIDE, _TOKEN_STRIDE, _CHANNEL_STRIDE = range(6)
+SOURCE_SIZE = 6
 _ZERO, _EPSILON, _HALF_MAX, _FP8_MAX = (np.float32(x) for x in (0, SCALE_EPSILON, HALF_MAX, FP8_MAX))
 _FLOAT_MAX, _HALF_TINY = np.finfo(np.float32).max, np.float32(2.0**-24)
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
@@ -38,16 +50,6 @@ def _store_u8(typing_context, address, index, code):  # type: ignore[no-untyped-
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int32), generate
-
-
-@intrinsic
-def _half(typing_context, x):  # type: ignore[no-untyped-def]
-    """`x` rounded to float16, ties to even."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fpext(builder.fptrunc(arguments[0], ir.HalfType()), _F32)
-
-    return types.float32(types.float32), generate
 
 
 @intrinsic
@@ -156,17 +158,17 @@ def _spread(low: Any, high: Any) -> Any:
 
 @njit(inline="always")
 def _scale_of(spread: Any, share: Any, top: Any) -> Any:
-    return _half(_clamp(spread * share / top, _EPSILON, _HALF_MAX))
+    return round_f16(_clamp(spread * share / top, _EPSILON, _HALF_MAX))
 
 
 @njit(inline="always")
 def _zero_of(low: Any, spread: Any, margin: Any) -> Any:
-    return _half(_clamp(low + spread * margin, -_HALF_MAX, _HALF_MAX))
+    return round_f16(_clamp(low + spread * margin, -_HALF_MAX, _HALF_MAX))
 
 
 @njit(inline="always")
 def _fp8_scale(low: Any, high: Any) -> Any:
-    return _half(_clamp((-low if -low > high else high) / _FP8_MAX, _EPSILON, _HALF_MAX))
+    return round_f16(_clamp((-low if -low > high else high) / _FP8_MAX, _EPSILON, _HALF_MAX))
 
 
 @njit(error_model="numpy")
@@ -211,7 +213,7 @@ def _write_scales(x: Any, address: Any, first: Any, range_address: Any, range_at
             store_f16(address, first + i, x[i])
         return
     low, high = _ends(x)
-    step = _half(_clamp((high - low) / np.float32(255), _HALF_TINY, _HALF_MAX))
+    step = round_f16(_clamp((high - low) / np.float32(255), _HALF_TINY, _HALF_MAX))
     store_f16(range_address, range_at, step)
     store_f16(range_address, range_at + 1, low)
     for i in range(len(x)):
@@ -317,18 +319,33 @@ def _write_values(source: Any, blocks: Any, out: Any, head: Any, block: Any, hea
         _write_row(x[t], row_scale, row_zero, bits, codes, address + t * row_bytes)
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _run(
-    key: Any, value: Any, blocks: Any, rows: Any, out: Any, heads: Any, head_dim: Any, shares: Any, margins: Any
-) -> None:
-    # Keys and values alternate, because they do not cost the same.
-    for item in prange(2 * heads * len(blocks)):
-        head, block = item // 2 // len(blocks), item // 2 % len(blocks)
+# Parameters of a call, in int64: addresses and lengths of the arrays that `_write_keys` takes.
+KEY, VALUE, BLOCKS, NUM_BLOCKS, ROWS, OUT, HEAD_DIM, SHARES, MARGINS, NUM_SHARES = range(10)
+
+
+@cache
+def _pack_item() -> Any:
+    """The compiled work item: a block's keys or its values."""
+
+    @cfunc(ITEM, cache=True, error_model="numpy")
+    def pack_item(p: Any, item: Any) -> None:
+        num_blocks, head_dim = load_i64(p, NUM_BLOCKS), load_i64(p, HEAD_DIM)
+        out = carray(as_int64s(load_i64(p, OUT)), (columns.COLUMNS,))
+        blocks = carray(as_int64s(load_i64(p, BLOCKS)), (num_blocks,))
+        # Keys and values alternate, because they do not cost the same.
+        head, block = item // 2 // num_blocks, item // 2 % num_blocks
         if item % 2:
             if out[columns.K_BITS] != UNQUANTIZED:
-                _write_keys(key, blocks, rows, out, head, block, head_dim, shares, margins)
+                rows = carray(as_int32s(load_i64(p, ROWS)), (num_blocks,))
+                shares = carray(as_float32s(load_i64(p, SHARES)), (load_i64(p, NUM_SHARES),))
+                margins = carray(as_float32s(load_i64(p, MARGINS)), (load_i64(p, NUM_SHARES),))
+                source = carray(as_int64s(load_i64(p, KEY)), (SOURCE_SIZE,))
+                _write_keys(source, blocks, rows, out, head, block, head_dim, shares, margins)
         elif out[columns.V_BITS] != UNQUANTIZED:
-            _write_values(value, blocks, out, head, block, head_dim)
+            source = carray(as_int64s(load_i64(p, VALUE)), (SOURCE_SIZE,))
+            _write_values(source, blocks, out, head, block, head_dim)
+
+    return pack_item
 
 
 def _source(x: torch.Tensor) -> np.ndarray:
@@ -361,9 +378,16 @@ def quantize_pack_cpu(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tens
         return
     rows = torch.arange(len(blocks), dtype=torch.int32) if out.scale_index is None else out.scale_index
     shares = KEY_SHARES.get(out.k_bits, (1.0,))
-    use_torch_threads()
-    _run(
-        _source(key), _source(value), blocks.contiguous().numpy(), rows.numpy(),
-        SegmentTable((out,)).table[0].numpy(), key.shape[0], key.shape[3],
-        np.array(shares, np.float32), np.array([(1 - share) / 2 for share in shares], np.float32),
-    )  # fmt: skip
+    arrays = [
+        _source(key),
+        _source(value),
+        blocks.contiguous().numpy(),
+        rows.numpy(),
+        SegmentTable((out,)).table[0].numpy(),
+        np.array(shares, np.float32),
+        np.array([(1 - share) / 2 for share in shares], np.float32),
+    ]
+    k, v, chosen, scale_rows, row, share, margin = (array.ctypes.data for array in arrays)
+    heads, head_dim = key.shape[0], key.shape[3]
+    parameters = np.array((k, v, chosen, len(blocks), scale_rows, row, head_dim, share, margin, len(shares)), np.int64)
+    run_items(_pack_item(), 2 * heads * len(blocks), parameters)

@@ -23,26 +23,27 @@ def own_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_warming_up_is_remembered_for_the_head_size_and_dtype(own_folder: Path) -> None:
-    assert not is_compiled(64, torch.float32)
-    warm_up(64, torch.float32)
-    assert is_compiled(64, torch.float32)
-    assert not is_compiled(64, torch.bfloat16)
-    assert not is_compiled(128, torch.float32)
+    assert not is_compiled(64, 1, torch.float32)
+    warm_up(64, 1, torch.float32)
+    assert is_compiled(64, 1, torch.float32)
+    assert not is_compiled(64, 1, torch.bfloat16)
+    assert not is_compiled(128, 1, torch.float32)
+    assert not is_compiled(64, 4, torch.float32)
     assert len(list(own_folder.iterdir())) == 1
 
 
 def test_other_sources_have_another_folder(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up(64, torch.float32)
+    warm_up(64, 1, torch.float32)
     monkeypatch.setattr(compiled, "_digest", lambda: "of other sources")
     keep_compiled_in(own_folder)
-    assert not is_compiled(64, torch.float32)
+    assert not is_compiled(64, 1, torch.float32)
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_a_run(tmp_path: Path, own_folder: Path) -> None:
     (tmp_path / "file").write_text("")
     keep_compiled_in(tmp_path / "file")
-    warm_up(64, torch.float32)
-    assert not is_compiled(64, torch.float32)
+    warm_up(64, 1, torch.float32)
+    assert not is_compiled(64, 1, torch.float32)
 
 
 def test_without_numba_the_references_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
