@@ -164,6 +164,7 @@ def _read(request: Request, reporter: Reporter) -> Document:
 
 def _compile_kernels(job: Job, loaded: LoadedModel, config: Config, reporter: Reporter) -> None:
     """Has the CPU's kernels ready before they are timed; the first time on a machine it says what it is doing."""
+    from cocktail.interruptible import interruptible
     from cocktail.kernels.compiled import cpu_kernels, is_compiled, keep_compiled_in, warm_up
     from cocktail.model_folder import models_dir
 
@@ -177,7 +178,8 @@ def _compile_kernels(job: Job, loaded: LoadedModel, config: Config, reporter: Re
         return
     reporter.note("compiling the kernels for this CPU: once, about half a minute.")
     with reporter.stage("compile"):
-        warm_up(*kernel)
+        # The compiler calls back into Python where an interrupt would be lost.
+        interruptible(lambda: warm_up(*kernel))
 
 
 def _prefill(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import queue
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +16,12 @@ from cocktail.bench.variant import Run
 from cocktail.bench.workload import Workload
 from cocktail.context import KVGeometry, align
 from cocktail.errors import UsageError
+from cocktail.interruptible import interruptible
 
 # Bytes of a block of values; a row of a head must hold whole blocks.
 _BLOCKS = {"f16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
 _MICRO_BATCHES = (128, 512)
 _CELLS = 256  # the cache's length is a multiple of it
-_JOIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class LlamaCppVariant:
     def run(self, setting: str) -> Run:
         chosen = self._settings[setting]
         with silent():
-            timings = _interruptible(lambda: self._complete(chosen))
+            timings = interruptible(lambda: self._complete(chosen))
         if (read := timings["prompt_n"]) != len(self._prompt):
             raise RuntimeError(f"llama.cpp read {read:,} of {len(self._prompt):,} prompt tokens")
         # The first token belongs to the prompt's time.
@@ -149,24 +147,3 @@ def silent() -> Iterator[None]:
             os.dup2(copy, number)
             os.close(copy)
         os.close(nowhere)
-
-
-def _interruptible(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Runs `work` in a thread of its own, so that Ctrl-C need not wait until it is done."""
-    done: queue.Queue[dict[str, Any] | BaseException] = queue.Queue()
-
-    def run() -> None:
-        try:
-            done.put(work())
-        except BaseException as error:
-            done.put(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    while True:
-        try:
-            result = done.get(timeout=_JOIN_SECONDS)
-        except queue.Empty:
-            continue
-        if isinstance(result, BaseException):
-            raise result
-        return result

@@ -17,7 +17,7 @@ GRAPH_POOL_BYTES = 48_000_000
 
 
 # Rows of one prefill segment at most, and the workspace that they may take.
-MAX_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS = 768, 64
+MAX_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS = 2048, 64
 WORKSPACE_BYTES = 64_000_000
 
 
@@ -69,12 +69,12 @@ def workspace_bytes(shape: DecoderShape, context_tokens: int, suffix_tokens: int
     """Temporary memory of a prefill, in bytes: mask and logits, and the largest of what follows one another.
 
     The causal masks of a segment stay: segment x (context + segment) values each. Beside them come, one after
-    another: a segment's queries, keys, values, attention output, gate, up and product of the MLP and two copies
-    of its hidden states; a layer's segments before they are moved into place, with one batch being quantized; and
+    another: a segment's queries, keys, values, attention output, gate, up and product of the MLP, one of these
+    in float32 besides, as a library may hold it until it is rounded, and two copies of its hidden states; a layer's segments before they are moved into place, with one batch being quantized; and
     the suffix's rows with a tile of unpacked keys and values and their scores, in float32.
     """
     row_values = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
-    row_bytes = (row_values + 2 * shape.hidden_size) * shape.itemsize
+    row_bytes = (row_values + 2 * shape.hidden_size) * shape.itemsize + 4 * shape.intermediate_size
     segment = min(segment_tokens, max(context_tokens, 1))
     suffix = min(segment_tokens, suffix_tokens)
     mask = shape.num_masks * segment * (context_tokens + segment) * shape.itemsize

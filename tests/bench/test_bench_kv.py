@@ -378,7 +378,7 @@ def test_peak_memory_is_the_growth_while_it_runs() -> None:
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-def test_quantized_values_are_never_tried_without_flash_attention(kv_type: str) -> None:
+def test_complaint_36_quantized_values_are_never_tried_without_flash_attention(kv_type: str) -> None:
     # ggml-org/llama.cpp#10378, #28524: it ends in signal 11.
     tried = settings_of(kv_type)
     assert {setting.micro_batch for setting in tried} == {128, 512}

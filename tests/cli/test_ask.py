@@ -328,3 +328,12 @@ def test_an_interrupted_answer_is_marked(cocktail: Run) -> None:
     assert "incomplete" in result.err
     result = cocktail("ask", "doc", "interrupt", "--json")
     assert (result.code, json.loads(result.out)["finish_reason"]) == (130, "interrupted")
+
+
+@pytest.mark.parametrize("policy", ["q4_0", "int3", "k4v2", "INT4 "])
+def test_complaint_36_a_cache_that_cannot_be_held_ends_before_the_engine_starts(cocktail: Run, policy: str) -> None:
+    result = cocktail("ask", "doc", "why", "--kv", policy)
+    assert (result.code, result.out) == (2, "")
+    assert "cocktail" in result.err
+    assert "int4" in result.err
+    assert len(result.err.strip().splitlines()) <= 3

@@ -233,3 +233,17 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     refused("must have 4 KV heads", query, torch.zeros((4, 5, 64)), torch.zeros((4, 5, 64)))
     with pytest.raises(ValueError, match="no token"):
         mixed_attention(query, [], tail[:, :0], tail[:, :0], None, 0.125)
+
+
+def test_complaint_36_every_pair_of_key_and_value_widths_computes() -> None:
+    """Quantized values need nothing of the keys, and no special attention."""
+    generator = torch.Generator().manual_seed(36)
+    tail_key, tail_value = random_kv(generator, 2, 1, 64)
+    widths = (2, 3, 4, 8, UNQUANTIZED)
+    for pair in itertools.product(widths, widths):
+        segment, key, value = random_segment(generator, pair)
+        key, value = torch.cat([key, tail_key], dim=1), torch.cat([value, tail_value], dim=1)
+        query = gentle_query(4, 1, key, generator)
+        expected = dense_attention(query, key, value, None, 0.125)
+        actual = mixed_attention(query, [segment], tail_key, tail_value, None, 0.125)
+        assert_close_rms(actual, expected, 1e-4, f"keys in {pair[0]} and values in {pair[1]} bits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def random_segment(
     blocks, size = rng.randint(1, 6), rng.choice(BLOCK_SIZES)
     key, value = layer(heads, blocks, size, head_dim, dtype, seed)
     chosen = torch.tensor(sorted(rng.sample(range(blocks), rng.randint(1, blocks))))
-    options = {"scale_bits": rng.choice((8, 16)), "k_span": rng.choice((1, 1, 2, 4))}
+    options: dict[str, Any] = {"scale_bits": rng.choice((8, 16)), "k_span": rng.choice((1, 1, 2, 4))}
     widths = rng.choice(WIDTHS), rng.choice(WIDTHS)
 
     def fill(key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, out: Segment) -> None:
@@ -46,8 +47,10 @@ def random_segment(
         place = torch.tensor(rng.sample(range(len(chosen)), len(chosen)))
         # Key scales are found by an index of their own, if there is one.
         names = BY_BLOCK if segment.scale_index is None else BY_BLOCK[:5]
-        held = {name: tensor for name in names if (tensor := getattr(segment, name)) is not None}
-        moved = {name: torch.empty_like(tensor).index_copy_(1, place, tensor) for name, tensor in held.items()}
+        held: dict[str, Any] = {name: tensor for name in names if (tensor := getattr(segment, name)) is not None}
+        moved: dict[str, Any] = {
+            name: torch.empty_like(tensor).index_copy_(1, place, tensor) for name, tensor in held.items()
+        }
         segment = replace(segment, block_table=place.to(torch.int32), **moved)
     return segment, key.flatten(1, 2)
 
