@@ -7,31 +7,35 @@ have the same parts and compute something else (no rotation, other scales) is le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from cocktail.kernels.compiled import cpu_kernels
 from cocktail.kernels.dense_linear import dense_linear
-from cocktail.kv_cache import MixedKVCache
-
-if TYPE_CHECKING:
-    from cocktail.kernels.decoder_layer_cpu import LayerWeights
+from cocktail.kernels.layer_weights import LayerWeights
+from cocktail.kv_cache import MixedKVCache, TailView
 
 # The parts of a decoder layer that the compiled code computes; q_norm and k_norm may be missing.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
+_POSITIONS = {"position_ids", "cache_position"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Where a compiled layer may differ from the layer: sums in another order, each result rounded to the dtype.
-_RELATIVE, _SHARE_OF_CHANGE, _ODD_VALUES = 2**-6, 0.05, 0.01
+# How far a compiled layer may be from the layer, whose sums have another order and are rounded to the dtype: a share of
+# a usual value and roundings of the stored one, for all but a share of the values.
+_SHARE, _ROUNDINGS, _ODD_VALUES = 0.1, 2.0, 0.02
 
 
 def use_cpu_kernels(model: PreTrainedModel) -> None:
-    """Hands the decode steps of a 16-bit model on a CPU to the kernels; without numba nothing changes."""
+    """Hands the decode steps of a 16-bit model on a CPU to the kernels; without numba nothing changes.
+
+    Compiled layers keep the weights that they found: call it again after modules or weights were replaced.
+    """
     if model.dtype.itemsize != 2 or not cpu_kernels():
         return
     for module in model.modules():
@@ -39,6 +43,8 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
             module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
     layers: Any = model.get_decoder().layers
     for layer in layers:
+        if isinstance(layer.forward, _CompiledStep):
+            del layer.forward
         weights = layer_weights(layer)
         if weights is not None:
             layer.forward = _CompiledStep(layer, weights)
@@ -57,78 +63,89 @@ def _linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _CompiledStep:
-    """A decoder layer's forward: compiled for one row at the tail, the layer's own otherwise."""
+    """A decoder layer's forward: compiled for one row at the tail, the layer's own otherwise.
+
+    `agrees` is None until the first such row has run both ways.
+    """
 
     def __init__(self, layer: Any, weights: LayerWeights) -> None:
         self._own: Callable[..., Any] = layer.forward
-        self._weights = weights
-        self._layer_idx: int = layer.self_attn.layer_idx
-        self._scaling: float = layer.self_attn.scaling
+        self._layer, self._weights = layer, weights
         self.agrees: bool | None = None
         self._gives_tuple = False
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden_states.numel() != hidden_states.shape[-1] or self.agrees is False:
+        view = self._view(hidden_states, kwargs)
+        if view is None or self.agrees is False:
             return self._own(hidden_states, *args, **kwargs)
-        output = self._step(hidden_states, kwargs)
-        if output is None or self.agrees is None:
+        output = self._step(hidden_states, view, kwargs["position_embeddings"])
+        if self.agrees is None:
+            # Both ways write the same slot, so what it holds is compared too: a difference in rotation shows there.
+            slot = [tensor[:, view.stop - 1].clone() for tensor in (view.layer.key, view.layer.value)]
             expected = self._own(hidden_states, *args, **kwargs)
-            if output is not None:
-                self._gives_tuple = isinstance(expected, tuple)
-                wanted = expected[0] if self._gives_tuple else expected
-                self.agrees = _agree(output, wanted, hidden_states)
+            self._gives_tuple = isinstance(expected, tuple)
+            wanted = expected[0] if self._gives_tuple else expected
+            held = (tensor[:, view.stop - 1] for tensor in (view.layer.key, view.layer.value))
+            pairs = [(output - hidden_states, wanted - hidden_states), *zip(slot, held, strict=True)]
+            sizes = (wanted, *slot)
+            self.agrees = all(_agree(*pair, size) for pair, size in zip(pairs, sizes, strict=True))
             return expected
         return (output,) if self._gives_tuple else output
 
-    def _step(self, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The compiled step, or None for a pass that is not one row at the tail."""
+    def _view(self, x: torch.Tensor, kwargs: dict[str, Any]) -> TailView | None:
+        """What the row attends to, or None for a pass that is not one row at the tail as the compiled code takes it."""
+        cache, rotary = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("position_embeddings")
+        if x.numel() != x.shape[-1] or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
+            return None
+        is_whole = rotary[0].numel() == self._weights.head_dim
+        if not is_whole or not rotary[0].dtype == x.dtype == self._weights.down.dtype or x.is_cuda:
+            return None
+        return cache.tail_row(self._layer.self_attn.layer_idx)
+
+    def _step(self, x: torch.Tensor, view: TailView, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         from cocktail.kernels.decoder_layer_cpu import finish, project
 
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        rotary = kwargs.get("position_embeddings")
-        view = cache.tail_row(self._layer_idx) if isinstance(cache, MixedKVCache) else None
-        if view is None or rotary is None or not x.is_contiguous():
-            return None
-        cos, sin = rotary
-        if cos.dtype != x.dtype or cos.numel() != self._weights.head_dim:
-            return None
+        cos, sin = (table.contiguous() for table in rotary)
         layer, slot = view.layer, view.stop - 1
-        query = project(self._weights, x, cos.contiguous(), sin.contiguous(), layer.key[:, slot], layer.value[:, slot])
-        attended = view.attend(query, self._scaling)
+        query = project(self._weights, x, cos, sin, layer.key[:, slot], layer.value[:, slot])
+        attended = view.attend(query, self._layer.self_attn.scaling)
         return finish(self._weights, x, attended.contiguous())
 
 
-def _agree(output: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether nearly all values are those expected, to rounding and a share of what the layer changes."""
-    change = (expected.float() - x.float()).square().mean().sqrt()
-    allowed = _RELATIVE * expected.float().abs() + _SHARE_OF_CHANGE * change
-    odd = (output.float() - expected.float()).abs() > allowed
-    return bool(odd.float().mean() <= _ODD_VALUES)
+def _agree(output: torch.Tensor, expected: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether nearly all values are finite and those expected, to a share of their usual size and to rounding.
+
+    Args:
+        stored: what was rounded to the dtype.
+    """
+    usual = expected.float().abs().median()
+    allowed = _SHARE * usual + _ROUNDINGS * torch.finfo(stored.dtype).eps * stored.float().abs()
+    close = (output.float() - expected.float()).abs() <= allowed
+    return bool(close.float().mean() >= 1 - _ODD_VALUES)
 
 
 def layer_weights(layer: Any) -> LayerWeights | None:
     """A decoder layer's weights, or None for one of other parts."""
-    from cocktail.kernels.decoder_layer_cpu import LayerWeights
-
     parts: dict[str, Any] = dict(layer.named_children())
-    if set(parts) != _LAYER:
+    if set(parts) != _LAYER or _knows_positions(layer):
         return None
     attention: dict[str, Any] = dict(parts["self_attn"].named_children())
     mlp: dict[str, Any] = dict(parts["mlp"].named_children())
-    if set(attention) - _HEAD_NORMS != _ATTENTION or set(mlp) != _MLP:
+    if set(attention) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or set(mlp) != _MLP:
         return None
     linears = [attention[name] for name in sorted(_ATTENTION)] + [mlp[n] for n in ("gate_proj", "up_proj", "down_proj")]
-    norm, mlp_norm = _norm(parts["input_layernorm"]), _norm(parts["post_attention_layernorm"])
-    k_norm, q_norm = (_norm(attention[name]) if name in attention else None for name in ("k_norm", "q_norm"))
-    is_silu = torch.allclose(mlp["act_fn"](x := torch.linspace(-8, 8, 33)), torch.nn.functional.silu(x))
-    plain = all(type(linear) is torch.nn.Linear and linear.weight.is_contiguous() for linear in linears)
-    if not plain or not is_silu or any(linear.bias is not None for linear in linears[4:]):
+    norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
+    norms += [attention[name] for name in ("q_norm", "k_norm") if name in attention]
+    head_dim = getattr(parts["self_attn"], "head_dim", 0)
+    if not _are_plain(linears, norms) or not head_dim or any(norm.weight.shape[0] != head_dim for norm in norms[2:]):
         return None
-    head_dim = getattr(layer.self_attn, "head_dim", 0)
-    lengths = {head_norm[0].shape[0] for head_norm in (k_norm, q_norm) if head_norm is not None}
-    if norm is None or mlp_norm is None or not head_dim or lengths - {head_dim} or len(attention) - 4 not in (0, 2):
+    if any(linear.bias is not None for linear in linears[4:]) or len({_eps(norm) for norm in norms[2:]}) > 1:
+        return None
+    if not torch.allclose(mlp["act_fn"](x := torch.linspace(-8, 8, 33)), torch.nn.functional.silu(x)):
         return None
     k, o, q, v = ((linear.weight, linear.bias) for linear in linears[:4])
+    norm, mlp_norm, *head_norms = ((norm.weight, _eps(norm) or 0.0) for norm in norms)
+    q_norm, k_norm = head_norms or (None, None)
     return LayerWeights(
         norm=norm,
         q=q,
@@ -147,8 +164,26 @@ def layer_weights(layer: Any) -> LayerWeights | None:
     )
 
 
-def _norm(module: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
-    """Weight and epsilon of an RMS norm."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    return (weight, eps) if isinstance(weight, torch.Tensor) and eps is not None else None
+def _knows_positions(layer: Any) -> bool:
+    """Whether its attention reads positions beside the rotary embedding, such as for a scale that grows with them."""
+    code = inspect.unwrap(type(layer.self_attn).forward).__code__
+    return bool(_POSITIONS & {*code.co_varnames, *code.co_names, *code.co_consts})
+
+
+def _are_plain(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+    """Whether these are linear layers and RMS norms of one dtype, contiguous."""
+    if not all(type(linear) is torch.nn.Linear for linear in linears):
+        return False
+    if not all(type(norm).__name__.endswith("RMSNorm") and _eps(norm) is not None for norm in norms):
+        return False
+    tensors = [*(linear.weight for linear in linears), *(getattr(norm, "weight", None) for norm in norms)]
+    tensors += [linear.bias for linear in linears if linear.bias is not None]
+    return all(
+        isinstance(tensor, torch.Tensor) and tensor.is_contiguous() and tensor.dtype == linears[0].weight.dtype
+        for tensor in tensors
+    )
+
+
+def _eps(norm: Any) -> float | None:
+    """The epsilon of an RMS norm."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))

@@ -56,6 +56,8 @@ def generate(
         on_token: called after every token.
     """
     result, step = Generation(), DecodeStep(model, cache)
+    if max_tokens > 1:
+        step.prepare()
     detokenizer, matcher = Detokenizer(tokenizer), StopMatcher(stop)
 
     def answer(piece: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +67,12 @@ def run_step(model: PreTrainedModel, cache: MixedKVCache, inputs: StepInputs) ->
     return forward_logits(model, inputs.ids, inputs.positions, cache, logits_to_keep=0)
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class DecodeStep:
     """Runs tokens at the end of the tail of one cache and commits them.
 
@@ -93,6 +100,12 @@ class DecodeStep:
         return f"{compiled} of {layers} layers compiled"
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures the step of one row, so that no token's time has it in it."""
+        if self.why_eager is None:
+            self._capture(1, torch.zeros(1, dtype=torch.int64, device=self._cache.device))
+
+    @torch.inference_mode()
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of the last position, [vocab_size]; they are overwritten by the next call.
 
@@ -118,7 +131,7 @@ class DecodeStep:
         try:
             inputs = StepInputs.empty(rows, self._cache)
             inputs.fill(ids, self._cache)
-            stream = torch.cuda.Stream(self._cache.device)
+            stream = _capture_stream(self._cache.device)
             stream.wait_stream(torch.cuda.current_stream(self._cache.device))
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):

@@ -108,7 +108,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
         job = plan_job(reading, config, recorder)
         with watch.measure("load"):
             loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder)
-            _compile_kernels(job, loaded, config, recorder)
+            _compile_kernels(job, loaded, recorder)
         cache, logits, stored = _prefill(job, loaded, recorder, watch)
         for index, question in enumerate(request.questions):
             if stored is not None and index > 0:
@@ -162,15 +162,13 @@ def _read(request: Request, reporter: Reporter) -> Document:
     )
 
 
-def _compile_kernels(job: Job, loaded: LoadedModel, config: Config, reporter: Reporter) -> None:
+def _compile_kernels(job: Job, loaded: LoadedModel, reporter: Reporter) -> None:
     """Has the CPU's kernels ready before they are timed; the first time on a machine it says what it is doing."""
     from cocktail.interruptible import interruptible
-    from cocktail.kernels.compiled import cpu_kernels, is_compiled, keep_compiled_in, warm_up
-    from cocktail.model_folder import models_dir
+    from cocktail.kernels.compiled import cpu_kernels, is_compiled, warm_up
 
     if loaded.device.type != "cpu" or not cpu_kernels():
         return
-    keep_compiled_in(models_dir(config).parent / "kernels")
     heads: int = job.reading.hf_config.num_attention_heads
     kernel = (job.geometry.head_dim, heads // job.geometry.num_kv_heads, loaded.dtype)
     if is_compiled(*kernel):

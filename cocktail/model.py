@@ -23,7 +23,8 @@ from transformers import (
 from cocktail.config import Config
 from cocktail.cpu_modules import use_cpu_kernels
 from cocktail.errors import CocktailError, ModelError, UsageError
-from cocktail.model_folder import ModelFolder, check_files, safetensors_header, weight_files
+from cocktail.kernels.compiled import cpu_kernels, keep_compiled_in
+from cocktail.model_folder import ModelFolder, check_files, models_dir, safetensors_header, weight_files
 from cocktail.report import Reporter
 
 # What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
@@ -117,6 +118,10 @@ def load_model(
         attention.register()
     with reporter.stage("load"):
         model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
+        if device.type == "cpu" and cpu_kernels():
+            # Before the first kernel is imported, which then knows where its code is kept.
+            keep_compiled_in(models_dir(config).parent / "kernels")
+            use_cpu_kernels(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -236,8 +241,6 @@ def _load_weights(
             "Download or convert the model again.",
         )
     ready: PreTrainedModel = model.eval().requires_grad_(False)
-    if device.type == "cpu":
-        use_cpu_kernels(ready)
     return ready
 
 

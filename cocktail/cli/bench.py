@@ -149,16 +149,26 @@ def bench_kv(
     target = Output()
     try:
         result = _measure(ctx, document, question, variants, gguf)
-    except CocktailError as error:
+        measured = any(record["tpot"] for record in result["variants"])
+        if not measured and not result["partial"]:
+            failure = CocktailError("No variant could be measured.", "The rows say why.")
+            result |= {"ok": False, "error": _error_json(failure)}
+    except (CocktailError, KeyboardInterrupt) as error:
         if output == "json":
-            failure = {"code": error.code, "message": error.message, "hint": error.hint}
-            target.write(json_line({"schema_version": SCHEMA_VERSION, "ok": False, "error": failure}) + "\n")
+            body = {"schema_version": SCHEMA_VERSION, "ok": False, "error": _error_json(error)}
+            target.write(json_line(body) + "\n")
         raise
     target.write(_rendered(result, output, target) + "\n")
     if result["partial"]:
         raise typer.Exit(signals.exit_code())
-    if not any(record["tpot"] for record in result["variants"]):
-        raise CocktailError("No variant could be measured.", "The rows say why.")
+    if not measured:
+        raise failure
+
+
+def _error_json(error: CocktailError | KeyboardInterrupt) -> dict[str, str | None]:
+    if isinstance(error, KeyboardInterrupt):
+        return {"code": "interrupted", "message": "interrupted", "hint": None}
+    return {"code": error.code, "message": error.message, "hint": error.hint}
 
 
 def _measure(

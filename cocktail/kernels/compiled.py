@@ -5,14 +5,21 @@ Compiled kernels are imported where they are called, after `cpu_kernels` has sai
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
+import platform
+import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
+
+# Folders that this module chose; another one is the user's choice and stays.
+_placed: set[str] = set()
 
 
 @cache
@@ -23,8 +30,7 @@ def cpu_kernels() -> bool:
     import numba
 
     if not numba.config.CACHE_DIR:
-        # numba looks at one file only when it decides whether kept code is up to date; they depend on one another.
-        numba.config.CACHE_DIR = str(Path(__file__).parent / "__pycache__" / _digest())
+        keep_compiled_in(Path(__file__).parent / "__pycache__")
     return True
 
 
@@ -35,18 +41,41 @@ def gpu_kernels() -> bool:
 
 
 def keep_compiled_in(folder: Path) -> None:
-    """Compiled code is kept under `folder` from now on; without this call beside the sources. Needs numba."""
+    """Kernels imported from now on keep their compiled code under `folder`; needs numba.
+
+    Without this call, or `NUMBA_CACHE_DIR`, that is beside the sources. Where nothing can be written the code lasts as
+    long as the process.
+    """
     import numba
 
-    numba.config.CACHE_DIR = str(folder / _digest())
+    if numba.config.CACHE_DIR and numba.config.CACHE_DIR not in _placed:
+        return
+    # numba looks at one file only when it decides whether kept code is up to date; they depend on one another.
+    place = folder / _digest()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError:
+        place = _lasting_until_exit()
+    numba.config.CACHE_DIR = str(place)
+    _placed.add(str(place))
+
+
+@cache
+def _lasting_until_exit() -> Path:
+    folder = tempfile.mkdtemp(prefix="cocktail-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @cache
 def _digest() -> str:
-    """Stands for the sources of the kernels and the compiler."""
+    """Stands for the sources of the kernels, the compiler, Python and the processor."""
     import numba
+    from llvmlite import binding
 
-    digest = hashlib.sha256(numba.__version__.encode())
+    names = (numba.__version__, platform.python_version(), binding.get_host_cpu_name())
+    digest = hashlib.sha256(" ".join(names).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
@@ -78,19 +107,14 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
-    marker = _marker(head_dim, group, dtype)
-    try:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    except OSError:
-        # Nothing can be kept there: the next run compiles again.
-        return
+    _marker(head_dim, group, dtype).touch()
 
 
 def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
     """A layer of one head."""
-    from cocktail.kernels.decoder_layer_cpu import LayerWeights, finish, project
+    from cocktail.kernels.decoder_layer_cpu import finish, project
     from cocktail.kernels.dense_linear import dense_linear
+    from cocktail.kernels.layer_weights import LayerWeights
 
     row, square = torch.zeros((1, head_dim), dtype=dtype), torch.zeros((head_dim, head_dim), dtype=dtype)
     norm, q, mlp = (row[0], 1.0), (square, None), square

@@ -8,7 +8,6 @@ layers a decode step spends most of its time in Python otherwise.
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,37 +18,9 @@ from cocktail.kernels.cpu_loads import exp, round_bf16, round_f16
 from cocktail.kernels.cpu_threads import use_torch_threads
 from cocktail.kernels.cpu_vectors import BFLOAT16
 from cocktail.kernels.dense_linear_cpu import KINDS, dot, load, store, widen
+from cocktail.kernels.layer_weights import LayerWeights
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """Weights of a decoder layer, all of one 16-bit dtype, contiguous.
-
-    Args:
-        norm, mlp_norm: [hidden] and epsilon.
-        q, k, v, o: [out_features, in_features] and bias or None.
-        q_norm, k_norm: [head_dim] and epsilon, or None.
-        gate, up: [inner, hidden].
-        down: [hidden, inner].
-        num_heads, num_kv_heads, head_dim: sizes.
-    """
-
-    norm: tuple[torch.Tensor, float]
-    q: tuple[torch.Tensor, torch.Tensor | None]
-    k: tuple[torch.Tensor, torch.Tensor | None]
-    v: tuple[torch.Tensor, torch.Tensor | None]
-    o: tuple[torch.Tensor, torch.Tensor | None]
-    q_norm: tuple[torch.Tensor, float] | None
-    k_norm: tuple[torch.Tensor, float] | None
-    mlp_norm: tuple[torch.Tensor, float]
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 @njit(fastmath=True, inline="always")

@@ -19,8 +19,9 @@ def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         [..., out_features], the dtype of `x`.
     """
     # For more rows torch's matrix multiplication is faster.
-    is_row = x.numel() == weight.shape[1] and x.itemsize == 2 and not x.is_cuda
-    if is_row and x.is_contiguous() and weight.is_contiguous() and cpu_kernels():
+    is_row = x.numel() == x.shape[-1] == weight.shape[1] and x.itemsize == 2 and not x.is_cuda
+    dense = x.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    if is_row and dense and x.dtype == weight.dtype and cpu_kernels():
         from cocktail.kernels.dense_linear_cpu import dense_linear_cpu
 
         return dense_linear_cpu(x, weight, bias)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from cocktail.kernels.cpu_threads import use_threads, use_torch_threads
+from cocktail.kernels.cpu_threads import use_threads
 from cocktail.kernels.cpu_vectors import CPU_FEATURES, HAS_PERMUTE, look_up
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 
@@ -342,12 +342,11 @@ def _unpacker(bits: int, kind: int) -> Callable[..., None]:
 
 def low_bit_linear_cpu(x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `low_bit_linear`; x is [rows, in_features] with at least one row."""
-    use_torch_threads()
-    if x.shape[0] > MAX_FUSED_ROWS[x.dtype]:
-        return _multiply_unpacked(x, weight, bias)
-    if x.shape[0] * weight.out_features * weight.in_features <= SERIAL_PRODUCTS:
-        use_threads(1)
-    return _multiply_fused(x, weight, bias)
+    bias = None if bias is None else bias.contiguous()
+    serial = x.shape[0] * weight.out_features * weight.in_features <= SERIAL_PRODUCTS
+    use_threads(1 if serial else torch.get_num_threads())
+    many = x.shape[0] > MAX_FUSED_ROWS[x.dtype]
+    return _multiply_unpacked(x, weight, bias) if many else _multiply_fused(x, weight, bias)
 
 
 def _multiply_fused(x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -44,12 +44,14 @@ def mixed_attention(
         [num_heads, rows, head_dim], the dtype of `query`; zeros for a row that sees nothing.
 
     Raises:
-        ValueError: if shapes do not belong together, or there is nothing to attend to.
+        ValueError: if shapes or dtypes do not belong together, or there is nothing to attend to.
     """
     num_heads, rows, head_dim = query.shape
     num_kv_heads, tail_slots, tail_dim = tail_key.shape
     if num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape != tail_key.shape:
         raise ValueError(f"query {tuple(query.shape)} does not fit tail key {tuple(tail_key.shape)}")
+    if not query.dtype == tail_key.dtype == tail_value.dtype:
+        raise ValueError(f"query is {query.dtype}, the tail {tail_key.dtype} and {tail_value.dtype}; they must be one")
     if tail_mask is not None and tail_mask.shape != (rows, tail_slots):
         raise ValueError(f"tail_mask {tuple(tail_mask.shape)} must be {(rows, tail_slots)}")
     table = SegmentTable.of(segments)

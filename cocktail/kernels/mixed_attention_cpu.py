@@ -39,7 +39,7 @@ from cocktail.kernels.cpu_loads import load_f32, load_i32, load_i64, load_u8, st
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, GROUP, few_rows_fit, marker
 from cocktail.kernels.cpu_work_items import work_items
-from cocktail.kernels.segment import UNQUANTIZED
+from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
 # Tokens of a work item for CHUNK query rows or fewer, and query rows of a work item.
@@ -339,6 +339,12 @@ def mixed_attention_cpu(
     num_heads, rows, head_dim = query.shape
     num_kv_heads, slots, _ = tail_key.shape
     slots = slots if tail_len is None else min(slots, int(tail_len))
+    query = query if query.stride(2) == 1 else query.contiguous()
+    tail_key, tail_value = (
+        tail if tail.stride(2) == 1 and tail.stride(1) == head_dim else tail.contiguous()
+        for tail in (tail_key, tail_value)
+    )
+    tail_mask = tail_mask if tail_mask is None or tail_mask.stride(1) == 1 else tail_mask.contiguous()
     group = num_heads // num_kv_heads
     chunks = -(-group * rows // CHUNK)
     ranges, ends = work_items(table, ITEM_TOKENS * chunks)
@@ -378,8 +384,10 @@ def mixed_attention_cpu(
     )
     parameters.view(np.float32)[2 * SCALING] = scaling
     few = max(count for count in range(1, FEW + 1) if group % count == 0)
+    # Unquantized values have no groups: one variant less is compiled if those stand for them that others have.
+    groups = table.value_groups or head_dim // value_group_size(head_dim)
     # A group of five or seven heads would meet its codes one head at a time.
-    fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // table.value_groups)
-    item = _attend_item(head_dim, table.value_groups, few if fits else 0)
+    fits = rows == 1 and (few > 1 or group == 1) and group <= CHUNK and few_rows_fit(head_dim, head_dim // groups)
+    item = _attend_item(head_dim, groups, few if fits else 0)
     run_items(item, num_kv_heads * chunks * items, parameters, _merge_item(head_dim), num_heads * rows)
     return out.transpose(0, 1)

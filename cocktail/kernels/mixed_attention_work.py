@@ -165,11 +165,11 @@ def work_of(table: SegmentTable, head_dim: int, tile: int, programs: int, device
     They follow from the segments alone and not from the tail, whose length may change under a captured CUDA graph;
     they are made once for a table.
     """
-    made: dict[tuple[int, ...], Work] = vars(table).setdefault("mixed_attention_work", {})
-    key = (head_dim, tile, programs)
-    if key not in made:
-        made[key] = _make(table, head_dim, tile, programs, device)
-    return made[key]
+    key = ("gpu", head_dim, tile, programs)
+    if key not in table.derived:
+        table.derived[key] = _make(table, head_dim, tile, programs, device)
+    work: Work = table.derived[key]
+    return work
 
 
 def _make(table: SegmentTable, head_dim: int, tile: int, programs: int, device: torch.device) -> Work:

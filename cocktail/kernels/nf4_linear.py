@@ -58,13 +58,19 @@ def _functional() -> Any:
         logging.disable(before)
 
 
+@cache
+def _levels(device: torch.device) -> torch.Tensor:
+    """The sixteen levels; made once, because that waits for the device."""
+    levels: torch.Tensor = _functional().get_4bit_type("nf4", device=device)
+    return levels
+
+
 def _state(weight: Nf4Weight, dtype: torch.dtype) -> Any:
     functional = _functional()
-    code = functional.get_4bit_type("nf4", device=weight.codes.device)
     return functional.QuantState(
         weight.absmax,
         shape=torch.Size(weight.shape),
-        code=code,
+        code=_levels(weight.codes.device),
         blocksize=GROUP_SIZE,
         quant_type="nf4",
         dtype=dtype,

@@ -53,17 +53,13 @@ class SegmentTable(tuple[Segment, ...]):
         return {}
 
     @cached_property
-    def num_tokens(self) -> int:
-        return sum(segment.num_tokens for segment in self)
-
-    @cached_property
     def value_groups(self) -> int:
-        """Groups of values of a token that share a scale, 1 if no segment has value scales.
+        """Groups of values of a token that share a scale, 0 if no segment has value scales.
 
         Raises:
             ValueError: if segments differ in it.
         """
-        groups = {segment.v_scale.shape[-1] for segment in self if segment.v_scale is not None} or {1}
+        groups = {segment.v_scale.shape[-1] for segment in self if segment.v_scale is not None} or {0}
         if len(groups) > 1:
             raise ValueError(f"segments of one layer have {sorted(groups)} value groups; they must have one number")
         return groups.pop()

@@ -12,8 +12,9 @@ from cocktail.kernels.limits import QUANTIZE_BYTES_PER_VALUE, QUANTIZE_VALUES, a
 # A CUDA context with cuBLAS handles; what nvidia-smi shows for an idle PyTorch process on recent drivers.
 CUDA_CONTEXT_BYTES = 450_000_000
 # What the graphs of decode steps take beside logits: the allocator gives their pool a segment of 2 MiB for small and
-# one of 20 MiB for larger temporaries, and the driver keeps some KiB for each of a few thousand kernels.
-GRAPH_POOL_BYTES = 48_000_000
+# one of 20 MiB for larger temporaries, the driver keeps some KiB for each of a few thousand kernels, and cuBLAS a
+# workspace of up to 32 MiB for the stream that is captured.
+GRAPH_POOL_BYTES = 84_000_000
 
 
 # Rows of one prefill segment at most, and the workspace that they may take.
@@ -69,9 +70,10 @@ def workspace_bytes(shape: DecoderShape, context_tokens: int, suffix_tokens: int
     """Temporary memory of a prefill, in bytes: mask and logits, and the largest of what follows one another.
 
     The causal masks of a segment stay: segment x (context + segment) values each. Beside them come, one after
-    another: a segment's queries, keys, values, attention output, gate, up and product of the MLP, one of these
-    in float32 besides, as a library may hold it until it is rounded, and two copies of its hidden states; a layer's segments before they are moved into place, with one batch being quantized; and
-    the suffix's rows with a tile of unpacked keys and values and their scores, in float32.
+    another: a segment's queries, keys, values, attention output, gate, up and product of the MLP, one of these in
+    float32 besides, as a library may hold it until it is rounded, and two copies of its hidden states; a layer's
+    segments before they are moved into place, with one batch being quantized; and the suffix's rows with a tile of
+    unpacked keys and values and their scores, in float32.
     """
     row_values = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
     row_bytes = (row_values + 2 * shape.hidden_size) * shape.itemsize + 4 * shape.intermediate_size

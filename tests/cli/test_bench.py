@@ -246,6 +246,17 @@ def test_nothing_measured_is_a_failure(cocktail: Run, bench: SimpleNamespace) ->
     assert ran.code == 1
     assert "hqq is not installed" in ran.out
     assert ran.err.splitlines()[-2] == "error: No variant could be measured."
+    body = json.loads(cocktail("bench", "kv", "doc.md", "-o", "json").out)
+    assert not body["ok"]
+    assert body["error"]["message"] == "No variant could be measured."
+    assert body["variants"][0]["reason"] == "hqq is not installed"
+
+
+def test_an_interrupt_before_anything_was_measured_is_json_too(cocktail: Run, bench: SimpleNamespace) -> None:
+    bench.answer = KeyboardInterrupt()
+    ran = cocktail("bench", "kv", "doc.md", "-o", "json")
+    assert ran.code == 130
+    assert json.loads(ran.out)["error"]["code"] == "interrupted"
 
 
 def test_a_failure_has_its_exit_code(cocktail: Run, bench: SimpleNamespace) -> None:

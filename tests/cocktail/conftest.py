@@ -32,7 +32,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-sliding": ("Mistral", {"sliding_window": 48}),
     "phi3": ("Phi3", {"sliding_window": None}),
-    "smollm3": ("SmolLM3", {}),
+    # The second layer does not rotate.
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
     "granite": ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}),
     "olmo": ("Olmo", {}),
     "olmo2": ("Olmo2", {}),

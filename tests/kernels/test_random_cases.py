@@ -21,7 +21,7 @@ from tests.kernels.filled import assert_fills_as_the_reference, layer
 CASES, BATCH = 2000, 50
 WIDTHS = (2, 3, 4, 8, FP8, UNQUANTIZED)
 HEAD_DIMS, SHARES = (64, 80, 96, 128, 256), (1, 4, 7, 8)
-BLOCK_SIZES = (8, 9, 13, 16, 32, 40)
+BLOCK_SIZES, LONG_BLOCKS = (8, 9, 13, 16, 32, 40), (257, 513, 1300)
 BY_BLOCK = ("key", "value", "v_scale", "v_zero", "v_range", "k_scale", "k_zero", "k_range")
 
 
@@ -30,6 +30,8 @@ def random_segment(
 ) -> tuple[Segment, torch.Tensor]:
     """A quantized segment, its blocks at random places in one of three, and the keys it was chosen from."""
     blocks, size = rng.randint(1, 6), rng.choice(BLOCK_SIZES)
+    if rng.random() < 0.1:
+        blocks, size = 1, rng.choice(LONG_BLOCKS)
     key, value = layer(heads, blocks, size, head_dim, dtype, seed)
     chosen = torch.tensor(sorted(rng.sample(range(blocks), rng.randint(1, blocks))))
     options: dict[str, Any] = {"scale_bits": rng.choice((8, 16)), "k_span": rng.choice((1, 1, 2, 4))}
@@ -62,7 +64,7 @@ def test_compiled_kernels_equal_the_references(batch: int) -> None:
         head_dim, share, dtype = rng.choice(HEAD_DIMS), rng.choice(SHARES), rng.choice(tuple(TOLERANCE))
         heads, rows = rng.randint(1, 3), 1 if rng.random() < 0.4 else int(2 ** rng.uniform(1, 9)) // share + 1
         parts = [random_segment(rng, 10 * case + n, heads, head_dim, dtype) for n in range(rng.randint(0, 4))]
-        slots = rng.randint(0 if parts else 1, 40)
+        slots = rng.randint(0 if parts else 1, 40 if rng.random() < 0.9 else 1100)
         tail_key, tail_value = layer(heads, 1, slots, head_dim, dtype, case)
         mask = torch.rand((rows, slots), generator=generator) < 0.7 if rng.random() < 0.5 else None
         tail_len = torch.tensor([rng.randint(0, slots)], dtype=torch.int32) if rng.random() < 0.3 else None
