@@ -108,7 +108,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
         job = plan_job(reading, config, recorder)
         with watch.measure("load"):
             loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder)
-            _compile_kernels(job, loaded, recorder)
+        _ready_kernels(job, loaded, recorder, watch)
         cache, logits, stored = _prefill(job, loaded, recorder, watch)
         for index, question in enumerate(request.questions):
             if stored is not None and index > 0:
@@ -162,8 +162,11 @@ def _read(request: Request, reporter: Reporter) -> Document:
     )
 
 
-def _compile_kernels(job: Job, loaded: LoadedModel, reporter: Reporter) -> None:
-    """Has the CPU's kernels ready before they are timed; the first time on a machine it says what it is doing."""
+def _ready_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch) -> None:
+    """Loads the CPU's kernels, or compiles them, before they are timed; the first time on a machine it says so.
+
+    Compiling is part of the run's total and of no stage's time.
+    """
     from cocktail.interruptible import interruptible
     from cocktail.kernels.compiled import cpu_kernels, is_compiled, warm_up
 
@@ -171,13 +174,13 @@ def _compile_kernels(job: Job, loaded: LoadedModel, reporter: Reporter) -> None:
         return
     heads: int = job.reading.hf_config.num_attention_heads
     kernel = (job.geometry.head_dim, heads // job.geometry.num_kv_heads, loaded.dtype)
-    if is_compiled(*kernel):
+    if not is_compiled(*kernel):
+        reporter.note("compiling the kernels for this CPU: once, about half a minute.")
+        with reporter.stage("compile"):
+            # The compiler calls back into Python where an interrupt would be lost.
+            interruptible(lambda: warm_up(*kernel))
+    with watch.measure("load"):
         warm_up(*kernel)
-        return
-    reporter.note("compiling the kernels for this CPU: once, about half a minute.")
-    with reporter.stage("compile"):
-        # The compiler calls back into Python where an interrupt would be lost.
-        interruptible(lambda: warm_up(*kernel))
 
 
 def _prefill(

@@ -94,7 +94,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.seen.append((request, benchmark, config))
         print("a library's chatter")
         reporter.warn("something was cut")
-        if isinstance(state.answer, Exception):
+        if isinstance(state.answer, BaseException):
             raise state.answer
         return SimpleNamespace(to_json=lambda: state.answer)
 

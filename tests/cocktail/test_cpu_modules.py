@@ -69,7 +69,7 @@ def test_biases_of_attention_are_added(make_model: MakeModel) -> None:
     assert compiled_layers(model) == (3, 3)
 
 
-@pytest.mark.parametrize("part", ["rotary", "norm", "activation", "scale", "positions", "dtype"])
+@pytest.mark.parametrize("part", ["rotary", "norm", "activation", "scale", "positions"])
 def test_a_layer_that_computes_something_else_is_left_alone(
     part: str, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,9 +93,6 @@ def test_a_layer_that_computes_something_else_is_left_alone(
 
         attend = llama.LlamaAttention.forward
         monkeypatch.setattr(llama.LlamaAttention, "forward", forward_at)
-    elif part == "dtype":
-        for layer in model.model.layers:
-            layer.input_layernorm.float()
     else:
         whole = llama.LlamaMLP.forward
         monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: 0.5 * whole(self, x))
@@ -104,6 +101,16 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     for token in range(3):
         extend(model, cache, torch.tensor([token + 50]))
     assert compiled_layers(model) == (0, 3)
+
+
+def test_parts_of_another_kind_are_not_recognised(make_model: MakeModel) -> None:
+    """A norm held in float32, a layer norm, a normed query beside a plain key."""
+    first, second, third = make_model("llama", "cocktail").bfloat16().model.layers
+    assert layer_weights(first) is not None
+    first.input_layernorm.float()
+    second.input_layernorm = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
+    third.self_attn.q_norm = type(third.input_layernorm)(16).bfloat16()
+    assert [layer_weights(layer) for layer in (first, second, third)] == [None] * 3
 
 
 def test_float32_and_models_elsewhere_are_untouched(make_model: MakeModel) -> None:
