@@ -53,9 +53,8 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
 def compiled_layers(model: PreTrainedModel) -> tuple[int, int]:
     """How many decoder layers have run compiled steps, and of how many."""
     layers: Any = model.get_decoder().layers
-    return sum(isinstance(layer.forward, _CompiledStep) and layer.forward.agrees is True for layer in layers), len(
-        layers
-    )
+    compiled = [isinstance(layer.forward, _CompiledStep) and layer.forward.agrees is True for layer in layers]
+    return sum(compiled), len(compiled)
 
 
 def _linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -81,14 +80,13 @@ class _CompiledStep:
         output = self._step(hidden_states, view, kwargs["position_embeddings"])
         if self.agrees is None:
             # Both ways write the same slot, so what it holds is compared too: a difference in rotation shows there.
-            slot = [tensor[:, view.stop - 1].clone() for tensor in (view.layer.key, view.layer.value)]
+            held = [tensor[:, view.stop - 1] for tensor in (view.layer.key, view.layer.value)]
+            written = [row.clone() for row in held]
             expected = self._own(hidden_states, *args, **kwargs)
             self._gives_tuple = isinstance(expected, tuple)
             wanted = expected[0] if self._gives_tuple else expected
-            held = (tensor[:, view.stop - 1] for tensor in (view.layer.key, view.layer.value))
-            pairs = [(output - hidden_states, wanted - hidden_states), *zip(slot, held, strict=True)]
-            sizes = (wanted, *slot)
-            self.agrees = all(_agree(*pair, size) for pair, size in zip(pairs, sizes, strict=True))
+            rows_agree = all(_agree(ours, own, own) for ours, own in zip(written, held, strict=True))
+            self.agrees = rows_agree and _agree(output - hidden_states, wanted - hidden_states, wanted)
             return expected
         return (output,) if self._gives_tuple else output
 
