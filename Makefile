@@ -37,5 +37,6 @@ handbook: ## examples/handbook.pdf from docs/handbook/
 
 docs: handbook ## everything under docs/ that is generated
 	$(PYTHON) docs/generate_cli.py
+	$(PYTHON) docs/generate_fits.py
 
 check: models lint types aot-subset test ## what CI runs; the tests also fail on stale documents

@@ -25,6 +25,7 @@ class Config:
     dtype: str = "auto"
     vram_bytes: int | None = None  # None: no budget given
     vram_auto: bool = False  # --vram auto: free memory less a margin
+    link_bytes_per_second: float | None = None  # of an emulated device; None: as fast as memory is copied
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0

@@ -14,6 +14,7 @@ from cocktail.architecture import SLIDING, layer_types
 from cocktail.bit_plan import BitPlan
 from cocktail.kernels.quantize_pack import quantize_pack
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Allocate, Segment, stored_bits, value_group_size
+from cocktail.kernels.segment_table import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,41 @@ def planned_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, ta
     Args:
         itemsize: bytes of one value of the run's dtype.
     """
-    row = 2 * geometry.num_kv_heads * geometry.head_dim * itemsize
-    kept = (0 if window is None else min(window, layout.context_len) for window in geometry.windows)
-    return sum((kept_tokens + tail_capacity) * row for kept_tokens in kept) + segment_bytes(
+    return _unquantized_bytes(geometry, layout, tail_capacity, itemsize) + segment_bytes(
         geometry, layout, plan, itemsize
     )
+
+
+def reserved_bytes(
+    geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, tail_capacity: int, itemsize: int
+) -> int:
+    """What such a cache takes of memory: `planned_bytes`, what lies between its segments, and their tables."""
+    table = 8 * COLUMNS * _most_segments(layout, plan)
+    arena = arena_bytes(geometry, layout, plan, itemsize)
+    return _unquantized_bytes(geometry, layout, tail_capacity, itemsize) + arena + _num_segmented(geometry) * table
+
+
+def _unquantized_bytes(geometry: KVGeometry, layout: ContextLayout, tail_capacity: int, itemsize: int) -> int:
+    """Bytes of tails and of what sliding windows keep."""
+    row = 2 * geometry.num_kv_heads * geometry.head_dim * itemsize
+    kept = (0 if window is None else min(window, layout.context_len) for window in geometry.windows)
+    return sum((kept_tokens + tail_capacity) * row for kept_tokens in kept)
+
+
+def arena_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, itemsize: int, reorder: bool = True) -> int:
+    """Bytes of the block that a `SegmentArena` holds; none where no layer has segments."""
+    nbytes = segment_bytes(geometry, layout, plan, itemsize)
+    most_tensors = _num_segmented(geometry) * _most_segments(layout, plan, reorder) * len(fields(Segment))
+    return nbytes + most_tensors * SegmentArena.ALIGNMENT
+
+
+def _num_segmented(geometry: KVGeometry) -> int:
+    """Layers that have segments."""
+    return sum(window is None for window in geometry.windows)
+
+
+def _most_segments(layout: ContextLayout, plan: BitPlan, reorder: bool = True) -> int:
+    return (len(bit_pairs(plan.k_bits, plan.v_bits)) if reorder else layout.num_chunks) + 1
 
 
 def segment_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, itemsize: int) -> int:
@@ -135,10 +166,8 @@ class SegmentArena:
         device: torch.device,
         reorder: bool = True,
     ) -> None:
-        nbytes = segment_bytes(geometry, layout, plan, dtype.itemsize)
-        most_segments = (len(bit_pairs(plan.k_bits, plan.v_bits)) if reorder else layout.num_chunks) + 1
-        most_tensors = geometry.num_layers * most_segments * len(fields(Segment))
-        self._block = torch.empty(nbytes + most_tensors * self.ALIGNMENT, dtype=torch.uint8, device=device)
+        self.nbytes = arena_bytes(geometry, layout, plan, dtype.itemsize, reorder)
+        self._block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._used = 0
         self._plan = plan
         self._layers: set[int] = set()

@@ -34,7 +34,7 @@ _SHARE, _ROUNDINGS, _ODD_VALUES = 0.1, 2.0, 0.02
 def use_cpu_kernels(model: PreTrainedModel) -> None:
     """Hands the decode steps of a 16-bit model on a CPU to the kernels; without numba nothing changes.
 
-    Compiled layers keep the weights that they found: call it again after modules or weights were replaced.
+    Call it again after modules were replaced. Weights may move: a layer that is streamed reads another slot each time.
     """
     if model.dtype.itemsize != 2 or not cpu_kernels():
         return
@@ -45,9 +45,8 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
     for layer in layers:
         if isinstance(layer.forward, _CompiledStep):
             del layer.forward
-        weights = layer_weights(layer)
-        if weights is not None:
-            layer.forward = _CompiledStep(layer, weights)
+        if layer_weights(layer) is not None:
+            layer.forward = _CompiledStep(layer)
 
 
 def compiled_layers(model: PreTrainedModel) -> tuple[int, int]:
@@ -67,17 +66,19 @@ class _CompiledStep:
     `agrees` is None until the first such row has run both ways.
     """
 
-    def __init__(self, layer: Any, weights: LayerWeights) -> None:
+    def __init__(self, layer: Any) -> None:
         self._own: Callable[..., Any] = layer.forward
-        self._layer, self._weights = layer, weights
+        self._layer = layer
+        self._found: dict[int, LayerWeights] = {}
         self.agrees: bool | None = None
         self._gives_tuple = False
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        view = self._view(hidden_states, kwargs)
-        if view is None or self.agrees is False:
+        view = self._view(hidden_states, kwargs) if self.agrees is not False else None
+        weights = None if view is None else self._weights()
+        if view is None or weights is None or weights.down.dtype != hidden_states.dtype:
             return self._own(hidden_states, *args, **kwargs)
-        output = self._step(hidden_states, view, kwargs["position_embeddings"])
+        output = self._step(weights, hidden_states, view, kwargs["position_embeddings"])
         if self.agrees is None:
             # Both ways write the same slot, so what it holds is compared too: a difference in rotation shows there.
             held = [tensor[:, view.stop - 1] for tensor in (view.layer.key, view.layer.value)]
@@ -95,19 +96,31 @@ class _CompiledStep:
         cache, rotary = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("position_embeddings")
         if x.numel() != x.shape[-1] or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
             return None
-        is_whole = rotary[0].numel() == self._weights.head_dim
-        if not is_whole or not rotary[0].dtype == x.dtype == self._weights.down.dtype or x.is_cuda:
+        is_whole = rotary[0].numel() == self._layer.self_attn.head_dim
+        if not is_whole or rotary[0].dtype != x.dtype or x.is_cuda:
             return None
         return cache.tail_row(self._layer.self_attn.layer_idx)
 
-    def _step(self, x: torch.Tensor, view: TailView, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _weights(self) -> LayerWeights | None:
+        """The layer's weights where they are now."""
+        address = self._layer.mlp.down_proj.weight.data_ptr()
+        if address not in self._found:
+            weights = layer_weights(self._layer)
+            if weights is None:
+                return None
+            self._found[address] = weights
+        return self._found[address]
+
+    def _step(
+        self, weights: LayerWeights, x: torch.Tensor, view: TailView, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         from cocktail.kernels.decoder_layer_cpu import finish, project
 
         cos, sin = (table.contiguous() for table in rotary)
         layer, slot = view.layer, view.stop - 1
-        query = project(self._weights, x, cos, sin, layer.key[:, slot], layer.value[:, slot])
+        query = project(weights, x, cos, sin, layer.key[:, slot], layer.value[:, slot])
         attended = view.attend(query, self._layer.self_attn.scaling)
-        return finish(self._weights, x, attended.contiguous())
+        return finish(weights, x, attended.contiguous())
 
 
 def _agree(output: torch.Tensor, expected: torch.Tensor, stored: torch.Tensor) -> bool:

@@ -38,6 +38,7 @@ def generate(
     stop: Sequence[str] = (),
     max_tokens: int,
     in_reasoning: bool = False,
+    why_eager: str | None = None,
     on_text: Callable[[str], None] = lambda piece: None,
     on_reasoning: Callable[[str], None] = lambda piece: None,
     on_token: Callable[[], None] = lambda: None,
@@ -51,11 +52,12 @@ def generate(
         logits: [vocab_size].
         max_tokens: tokens to generate at most; the cache's tail must have that many free slots.
         in_reasoning: True if the prompt opened a reasoning block.
+        why_eager: see `DecodeStep`.
         on_text: receives answer text as it comes, whole characters only.
         on_reasoning: receives text between reasoning marks.
         on_token: called after every token.
     """
-    result, step = Generation(), DecodeStep(model, cache)
+    result, step = Generation(), DecodeStep(model, cache, why_eager)
     if max_tokens > 1:
         step.prepare()
     detokenizer, matcher = Detokenizer(tokenizer), StopMatcher(stop)

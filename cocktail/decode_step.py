@@ -80,15 +80,16 @@ class DecodeStep:
     its addresses.
 
     Args:
-        model: all of its weights on the cache's device.
+        model: on the cache's device.
         cache: of one sequence.
+        why_eager: why steps may not be captured, such as weights that are streamed; None: they may.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: MixedKVCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: MixedKVCache, why_eager: str | None = None) -> None:
         self._model, self._cache = model, cache
         self._steps: dict[int, tuple[torch.cuda.CUDAGraph, StepInputs, torch.Tensor]] = {}
         self._pool: Any = None
-        self.why_eager: str | None = None if cache.device.type == "cuda" else "no CUDA device"
+        self.why_eager = why_eager if cache.device.type == "cuda" else "no CUDA device"
 
     def describe(self) -> str:
         """How steps have run, for the statistics."""

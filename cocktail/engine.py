@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -107,25 +107,32 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
         reading = read_for_questions(document, request.questions, folder, config, recorder, watch)
         job = plan_job(reading, config, recorder)
         with watch.measure("load"):
-            loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder)
-        _ready_kernels(job, loaded, recorder, watch)
-        cache, logits, stored = _prefill(job, loaded, recorder, watch)
-        for index, question in enumerate(request.questions):
-            if stored is not None and index > 0:
-                del cache, logits  # their memory is the next question's
-                watch = Stopwatch()
-                cache, logits = _prefill_suffix(job, loaded, index, stored, watch)
-            token_times: list[float] = []
-            with watch.measure("decode"):
-                generation = _generate(job, loaded, cache, logits, config, recorder, token_times)
-            warnings = list(recorder.warnings)
-            if generation.finish_reason == "length":
-                # This question's own; the recorder keeps what concerns them all.
-                warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
-                reporter.warn(warnings[-1])
-            yield _answer(job, loaded, index, question, generation, cache, token_times, warnings, watch)
-            if generation.finish_reason == "interrupted":
-                return
+            loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder, plan=job.residency)
+        with closing(loaded):
+            yield from _answers(request.questions, job, loaded, config, recorder, watch)
+
+
+def _answers(
+    questions: Sequence[str], job: Job, loaded: LoadedModel, config: Config, recorder: Recorder, watch: Stopwatch
+) -> Iterator[Answer]:
+    _ready_kernels(job, loaded, recorder, watch)
+    cache, logits, stored = _prefill(job, loaded, recorder, watch)
+    for index, question in enumerate(questions):
+        if stored is not None and index > 0:
+            del cache, logits  # their memory is the next question's
+            watch = Stopwatch()
+            cache, logits = _prefill_suffix(job, loaded, index, stored, watch)
+        token_times: list[float] = []
+        with watch.measure("decode"):
+            generation = _generate(job, loaded, cache, logits, config, recorder, token_times)
+        warnings = list(recorder.warnings)
+        if generation.finish_reason == "length":
+            # This question's own; the recorder keeps what concerns them all.
+            warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
+            recorder.reporter.warn(warnings[-1])
+        yield _answer(job, loaded, index, question, generation, cache, token_times, warnings, watch)
+        if generation.finish_reason == "interrupted":
+            return
 
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
@@ -193,11 +200,19 @@ def _prefill(
     from cocktail.rope import fix_rope
 
     fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
-    suffixes = job.reading.suffixes
-    stored = StoredContext() if len(suffixes) > 1 else None
-    context_ids, suffix_ids = (torch.tensor(ids, device=loaded.device) for ids in (job.context_ids, suffixes[0]))
+    suffixes, offload = job.reading.suffixes, loaded.offload
+    accelerator = None if offload is None else offload.accelerator
+    stored = StoredContext(accelerator) if len(suffixes) > 1 else None
+    on_host = job.residency.hidden_on_host
+    home = torch.device("cpu") if on_host else loaded.device
     layers = job.geometry.num_layers
-    with watch.measure("prefill"), reporter.stage("prefill", total=layers, unit="layers") as advance:
+    with (
+        watch.measure("prefill"),
+        reporter.stage("prefill", total=layers, unit="layers") as advance,
+        loaded.active(),
+    ):
+        with nullcontext() if accelerator is None else accelerator.host(on_host):
+            context_ids, suffix_ids = (torch.tensor(ids, device=home) for ids in (job.context_ids, suffixes[0]))
         cache = _empty_cache(job, loaded)
         logits = prefill(
             loaded.model,
@@ -207,6 +222,8 @@ def _prefill(
             job.plans[0],
             stored=stored,
             segment_tokens=job.segment_tokens,
+            offload=offload,
+            hidden_on_host=on_host,
             advance=advance,
         )
         _finish(loaded)
@@ -221,10 +238,10 @@ def _prefill_suffix(
 
     from cocktail.prefill import extend
 
-    with watch.measure("prefill"):
+    with watch.measure("prefill"), loaded.active():
         cache = _empty_cache(job, loaded)
         for layer in range(job.geometry.num_layers):
-            cache.seal(layer, stored.layer(layer, loaded.device), job.plans[index])
+            cache.seal(layer, stored.layer(layer), job.plans[index])
         suffix_ids = torch.tensor(job.reading.suffixes[index], device=loaded.device)
         logits = extend(loaded.model, cache, suffix_ids, segment_tokens=job.segment_tokens)
         _finish(loaded)
@@ -249,20 +266,22 @@ def _generate(
     from cocktail.decode import generate
     from cocktail.sampling import Sampler
 
-    return generate(
-        loaded.model,
-        loaded.tokenizer,
-        cache,
-        logits,
-        sampler=Sampler(config.temperature, config.top_k, config.top_p, config.seed),
-        eos_token_ids=loaded.eos_token_ids,
-        stop=config.stop,
-        max_tokens=config.max_tokens,
-        in_reasoning=job.reading.prompt.opens_reasoning,
-        on_text=reporter.text,
-        on_reasoning=reporter.reasoning,
-        on_token=lambda: token_times.append(time.perf_counter()),
-    )
+    with loaded.active():
+        return generate(
+            loaded.model,
+            loaded.tokenizer,
+            cache,
+            logits,
+            sampler=Sampler(config.temperature, config.top_k, config.top_p, config.seed),
+            eos_token_ids=loaded.eos_token_ids,
+            stop=config.stop,
+            max_tokens=config.max_tokens,
+            in_reasoning=job.reading.prompt.opens_reasoning,
+            why_eager=None if loaded.offload is None else loaded.offload.why_eager,
+            on_text=reporter.text,
+            on_reasoning=reporter.reasoning,
+            on_token=lambda: token_times.append(time.perf_counter()),
+        )
 
 
 def _answer(
@@ -308,10 +327,10 @@ def _answer(
             vram_budget_bytes=job.budget_bytes,
             estimated_peak_bytes=job.estimate.peak_bytes,
             measured_peak_bytes=_measured_peak(loaded),
-            resident_layers=job.geometry.num_layers,
-            offloaded_layers=0,
+            resident_layers=job.residency.resident_layers,
+            offloaded_layers=len(job.residency.streamed),
             substitute_bits=None,
-            emulated=job.budget_bytes is not None and loaded.device.type == "cpu",
+            emulated=loaded.offload is not None and loaded.offload.accelerator.is_emulated,
         ),
         speculation=SpeculationStats(),
         timings=Timings(
@@ -340,12 +359,10 @@ def _finish(loaded: LoadedModel) -> None:
 
 
 def _measured_peak(loaded: LoadedModel) -> int | None:
-    """Bytes that the allocator reserved at its peak, and the context; None on a CPU, where nothing of it is counted."""
-    import torch
-
-    if loaded.device.type != "cuda":
+    """What the device held at its peak, context included; None on a CPU without a budget, where nothing is counted."""
+    if loaded.offload is None:
         return None
-    return torch.cuda.max_memory_reserved(loaded.device) + CUDA_CONTEXT_BYTES
+    return loaded.offload.peak_bytes + (CUDA_CONTEXT_BYTES if loaded.device.type == "cuda" else 0)
 
 
 @contextmanager

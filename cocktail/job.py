@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import psutil
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 
 from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.calibration import device_speed, link_rate
 from cocktail.config import Config
-from cocktail.context import ContextLayout, KVGeometry, planned_bytes
+from cocktail.context import ContextLayout, KVGeometry
+from cocktail.errors import UsageError
 from cocktail.model import loading, resolve_device_dtype
-from cocktail.offload.budget import (
-    CUDA_CONTEXT_BYTES,
-    DecoderShape,
-    MemoryEstimate,
-    check_budget,
-    choose_segment_tokens,
-    estimate_peak,
-)
+from cocktail.model_folder import models_dir
+from cocktail.offload.budget import CUDA_CONTEXT_BYTES, MemoryEstimate, format_bytes
+from cocktail.offload.residency import ResidencyPlan, plan_residency
+from cocktail.offload.speed import UNKNOWN_SPEED, DeviceSpeed
+from cocktail.planner import Lengths, Planner
 from cocktail.reading import Reading
 from cocktail.report import Reporter
 
 # Left free when the budget is `auto`.
 AUTO_MARGIN = 0.05
+# The part of this machine's copying rate that an emulated link may have: the rest is the computation's.
+_LINK_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Job:
-    """At which precision a reading is held, and what that needs; `budget_bytes` is None if no budget was given."""
+    """At which precision a reading is held and where everything lives; `budget_bytes` is None if there is none."""
 
     reading: Reading
     plans: tuple[BitPlan, ...]
     geometry: KVGeometry
     layout: ContextLayout
-    segment_tokens: int
-    estimate: MemoryEstimate
+    residency: ResidencyPlan
     budget_bytes: int | None
+
+    @property
+    def estimate(self) -> MemoryEstimate:
+        """The predicted peak by part."""
+        return self.residency.estimate
+
+    @property
+    def segment_tokens(self) -> int:
+        """Rows of a prefill segment."""
+        return self.residency.segment_tokens
 
     @property
     def total_tokens(self) -> int:
@@ -53,71 +61,89 @@ class Job:
 
 
 def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
-    """Plans every question's bits and checks that the run fits, with or without a budget.
+    """Plans every question's bits, and which layers stay on the device, so that the run fits.
 
     Raises:
         ModelError: the configuration is damaged.
         BudgetError: the run needs more than the budget, or more memory than there is.
+        UsageError: `--link` is given where no link is emulated, or is faster than can be emulated.
     """
     device, dtype = resolve_device_dtype(config, reading.hf_config)
-    tokenized, prefix_len = reading.tokenized, len(reading.prompt.prefix_ids)
-    remainder = len(tokenized.token_ids) - tokenized.remainder_start
-    layout = ContextLayout(prefix_len, len(tokenized.chunks), config.chunk_size, remainder)
-    total_tokens = layout.context_len + reading.tail_capacity
+    on_cuda = device.type == "cuda"
+    free_bytes = _free_bytes(on_cuda)
+    # A card has a limit whether or not one is given.
+    is_auto = config.vram_auto or (on_cuda and config.vram_bytes is None)
+    budget_bytes = int(free_bytes * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
+    limit_bytes = free_bytes if budget_bytes is None else budget_bytes
+    check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
+    several = len(reading.suffixes) > 1
     with loading(reading.folder, "configuration"):
-        geometry = KVGeometry.from_config(reading.hf_config, total_tokens)
-        shape = decoder_shape(reading.hf_config, geometry, dtype.itemsize, device.type == "cuda")
-        weight_bytes = _weight_bytes(reading.hf_config, dtype.itemsize)
+        planner = Planner(
+            reading.hf_config,
+            dtype,
+            on_card=on_cuda,
+            has_budget=budget_bytes is not None,
+            # An accelerator's is kept in host memory.
+            keeps_context=several and budget_bytes is None,
+        )
+        lengths = Lengths(
+            prefix=len(reading.prompt.prefix_ids),
+            document=len(reading.tokenized.token_ids),
+            suffix=max(map(len, reading.suffixes)),
+            tail=reading.tail_capacity,
+            chunk_size=config.chunk_size,
+        )
+        geometry = planner.geometry(lengths)
     policy = config.kv
     if windowed := sum(window is not None for window in geometry.windows):
         reporter.note(f"{windowed} of {geometry.num_layers} layers have a sliding window and are not quantized")
         policy = "fp16" if windowed == geometry.num_layers else policy
-    plans = tuple(plan_bits(policy, row, config.alpha, config.beta) for row in reading.scores)
-    suffix_tokens = max(map(len, reading.suffixes))
-    segment_tokens = choose_segment_tokens(shape, layout.context_len, suffix_tokens)
-    on_cuda = device.type == "cuda"
-    kv_bytes = [planned_bytes(geometry, layout, plan, reading.tail_capacity, dtype.itemsize) for plan in plans]
-    estimate = estimate_peak(
-        shape,
-        weight_bytes=weight_bytes,
-        kv_bytes=max(kv_bytes),
-        context_tokens=layout.context_len,
-        suffix_tokens=suffix_tokens,
-        total_tokens=total_tokens,
-        segment_tokens=segment_tokens,
-        device_context_bytes=CUDA_CONTEXT_BYTES if on_cuda else 0,
-        # On a card it is kept in host memory.
-        keeps_context=len(reading.suffixes) > 1 and not on_cuda,
-        captured_rows=1 if on_cuda else 0,
-    )
-    free_bytes = _free_bytes(on_cuda)
-    budget_bytes = int(free_bytes * (1 - AUTO_MARGIN)) if config.vram_auto else config.vram_bytes
-    check_budget(estimate, free_bytes if budget_bytes is None else budget_bytes)
-    return Job(reading, plans, geometry, layout, segment_tokens, estimate, budget_bytes)
+
+    @cache
+    def plans(policy: str) -> tuple[BitPlan, ...]:
+        return tuple(plan_bits(policy, row, config.alpha, config.beta) for row in reading.scores)
+
+    kv = planner.kv_choices(lengths, policy, plans, may_lower=budget_bytes is not None)
+    workload = planner.workload(lengths, kv)
+    speed = UNKNOWN_SPEED if budget_bytes is None else speed_of(device, dtype, config)
+    residency = plan_residency(planner.size, workload, budget_bytes, speed)
+    if residency is None or residency.estimate.peak_bytes > limit_bytes:
+        raise planner.refusal(lengths, workload, limit_bytes)
+    if residency.kv_policy != policy:
+        reporter.warn(
+            f"the KV cache is held at {residency.kv_policy}, not {policy}: at {policy} it takes "
+            f"{format_bytes(kv[0].nbytes)}, and nothing fits {format_bytes(limit_bytes)} then."
+        )
+    return Job(reading, plans(residency.kv_policy), geometry, lengths.layout, residency, budget_bytes)
 
 
-def decoder_shape(hf_config: Any, geometry: KVGeometry, itemsize: int, on_cuda: bool = False) -> DecoderShape:
-    """The dimensions that decide memory, from a transformers config; `itemsize` is bytes per value."""
-    masked = set(geometry.windows) - (set() if on_cuda else {None})
-    return DecoderShape(
-        num_layers=geometry.num_layers,
-        hidden_size=hf_config.hidden_size,
-        intermediate_size=getattr(hf_config, "intermediate_size", None) or 4 * hf_config.hidden_size,
-        num_heads=hf_config.num_attention_heads,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        vocab_size=hf_config.vocab_size,
-        itemsize=itemsize,
-        num_masks=len(masked),
-    )
+def speed_of(device: torch.device, dtype: torch.dtype, config: Config) -> DeviceSpeed:
+    """The device's rates, its link's as emulated where that is asked for."""
+    speed = device_speed(device, dtype, models_dir(config).parent)
+    return speed if config.link_bytes_per_second is None else speed.with_link(config.link_bytes_per_second)
 
 
-def _weight_bytes(hf_config: Any, itemsize: int) -> int:
-    """Bytes of all parameters in the run's dtype, tied ones once; the model is built without memory."""
-    with init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(hf_config)
-    empty.tie_weights()
-    return sum(parameter.numel() for parameter in empty.parameters()) * itemsize
+def check_link(config: Config, device: torch.device, *, emulated: bool) -> None:
+    """Returns if the link asked for can be emulated, or none is asked for.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    asked = config.link_bytes_per_second
+    if asked is None:
+        return
+    if not emulated:
+        raise UsageError(
+            "--link is the rate of an emulated device's link, and no device is emulated.",
+            "Leave it out, or give --device cpu and --vram SIZE.",
+        )
+    rate = link_rate(device)
+    if asked > _LINK_SHARE * rate:
+        raise UsageError(
+            f"--link {format_bytes(int(asked))}/s cannot be emulated: this machine copies {format_bytes(int(rate))} a "
+            f"second, and half of that is left to the computation.",
+            f"Give --link {format_bytes(int(_LINK_SHARE * rate)).replace(' ', '')}/s or less.",
+        )
 
 
 def _free_bytes(on_cuda: bool) -> int:

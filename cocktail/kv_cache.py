@@ -72,6 +72,8 @@ class MixedKVCache(Cache):
         self.tail_len = 0
         self.dtype = dtype
         self.device = torch.device(device)
+        # A CPU's causal attention needs no mask; a card's kernels take rows that begin anywhere only with one.
+        self.masks_causal = self.device.type != "cpu"
         self.kv_layers = [self._empty_layer(window) for window in geometry.windows]
         self._slot_positions = torch.zeros(tail_capacity, dtype=torch.int64, device=self.device)
         self._arena: SegmentArena | None = None
@@ -208,6 +210,12 @@ class MixedKVCache(Cache):
         return sum(layer.nbytes for layer in self.kv_layers)
 
     @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory taken: tails, and the block that the segments lie in."""
+        unquantized = sum(layer.key.nbytes + layer.value.nbytes for layer in self.kv_layers)
+        return unquantized + (0 if self._arena is None else self._arena.nbytes)
+
+    @property
     def fp16_bytes(self) -> int:
         """Bytes of the same tokens and tail slots at two bytes a value."""
         return 2 * self.geometry.values_per_token * (self.layout.context_len + self.tail_capacity)
@@ -313,6 +321,11 @@ class ContextView:
         key, value = (t.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for t in (self.key, self.value))
         if self.mask is None:
             output = _causal_attention(grouped, key, value, self.start, scaling)
+        elif query.device.type == "meta":
+            # What a fused kernel takes; without a device PyTorch would choose the one that writes all scores down.
+            lse = query.new_empty((num_heads, rows), dtype=torch.float32)
+            output = torch.empty_like(grouped)
+            del lse
         else:
             output = torch.nn.functional.scaled_dot_product_attention(
                 grouped, key, value, attn_mask=self.mask.slice(self.start, rows), scale=scaling

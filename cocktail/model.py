@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from cocktail.checkpoint import Checkpoint, LoadedCheckpoint
 from cocktail.config import Config
 from cocktail.cpu_modules import use_cpu_kernels
 from cocktail.errors import CocktailError, ModelError, UsageError
 from cocktail.kernels.compiled import cpu_kernels, keep_compiled_in
 from cocktail.model_folder import ModelFolder, check_files, models_dir, safetensors_header, weight_files
+from cocktail.offload.accelerator import Accelerator
+from cocktail.offload.residency import ResidencyPlan
+from cocktail.offloaded_model import Offload, load_offloaded
 from cocktail.report import Reporter
 
 # What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
@@ -45,7 +49,7 @@ _SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder ready to run; any id of `eos_token_ids` ends an answer."""
+    """A decoder ready to run; any id of `eos_token_ids` ends an answer; `offload` is None for a plain CPU run."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -53,6 +57,16 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
+    offload: Offload | None = None
+
+    def active(self) -> AbstractContextManager[None]:
+        """Entered around each stage that makes tensors on the device."""
+        return nullcontext() if self.offload is None else self.offload.accelerator.active()
+
+    def close(self) -> None:
+        """Ends the streaming of weights."""
+        if self.offload is not None:
+            self.offload.close()
 
 
 def load_config(folder: ModelFolder) -> PretrainedConfig:
@@ -94,6 +108,7 @@ def load_model(
     config: Config,
     reporter: Reporter,
     attn_implementation: str = "cocktail",
+    plan: ResidencyPlan | None = None,
 ) -> LoadedModel:
     """The decoder with its weights on the device, in evaluation mode and without gradients.
 
@@ -104,10 +119,12 @@ def load_model(
         config: Gives `device` and `dtype`.
         reporter: Receives the "load" stage.
         attn_implementation: "cocktail", or one of transformers' own.
+        plan: Where the weights go; None, or a plan without a budget: all to the device.
 
     Raises:
         ModelError: The weights are damaged or incomplete.
         UsageError: The device is not there.
+        torch.OutOfMemoryError: The device holds less than was planned.
     """
     device, dtype = resolve_device_dtype(config, hf_config)
     with loading(folder, "weights"):
@@ -116,8 +133,12 @@ def load_model(
         from cocktail import attention
 
         attention.register()
+    offload = None
     with reporter.stage("load"):
-        model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
+        if plan is None or plan.budget_bytes is None:
+            model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
+        else:
+            model, offload = _load_by_plan(folder, hf_config, device, dtype, plan, config, reporter)
         if device.type == "cpu" and cpu_kernels():
             # Before the first kernel is imported, which then knows where its code is kept.
             keep_compiled_in(models_dir(config).parent / "kernels")
@@ -129,6 +150,7 @@ def load_model(
         device=device,
         dtype=dtype,
         eos_token_ids=_eos_token_ids(tokenizer, hf_config, model.generation_config),
+        offload=offload,
     )
 
 
@@ -207,6 +229,39 @@ def loading(folder: ModelFolder, part: str) -> Iterator[None]:
     # transformers, tokenizers and safetensors raise classes of their own, and what Python raises for a wrong value.
     except Exception as error:
         raise _cannot_load(folder, part, error) from error
+
+
+def _load_by_plan(
+    folder: ModelFolder,
+    hf_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    plan: ResidencyPlan,
+    config: Config,
+    reporter: Reporter,
+) -> tuple[PreTrainedModel, Offload]:
+    assert plan.budget_bytes is not None
+
+    def load_whole() -> Checkpoint:
+        reporter.note("the weights are stored in another form; all of them pass through host memory")
+        whole = _load_weights(folder, hf_config, torch.device("cpu"), dtype, "eager")
+        return LoadedCheckpoint(dict(whole.named_parameters()))
+
+    if device.type == "cuda":
+        accelerator = Accelerator.card(device, plan.budget_bytes - plan.estimate.device_context)
+    else:
+        accelerator = Accelerator.emulated(plan.budget_bytes, config.link_bytes_per_second)
+    try:
+        with loading(folder, "weights"), accelerator.active():
+            model, offload = load_offloaded(folder.path, hf_config, dtype, plan, accelerator, load_whole)
+            if offload.stream is not None:
+                offload.stream.attach()
+    except BaseException:
+        accelerator.close()
+        raise
+    if offload.host is not None and (note := offload.host.note()):
+        reporter.note(note)
+    return model, offload
 
 
 def _load_weights(

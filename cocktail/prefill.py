@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,23 +14,44 @@ from cocktail.attention import forward_logits
 from cocktail.bit_plan import BitPlan
 from cocktail.context import LayerContext
 from cocktail.kv_cache import ContextMask, MixedKVCache
+from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.budget import MAX_SEGMENT_TOKENS
+from cocktail.offloaded_model import Offload
 
 
 @dataclass
 class StoredContext:
-    """A document's unquantized KV in host memory, layer by layer, from which any question's cache can be sealed."""
+    """A document's unquantized KV in host memory, layer by layer, from which any question's cache can be sealed.
 
+    Without an accelerator the layers' own tensors are kept.
+    """
+
+    accelerator: Accelerator | None = None
     layers: list[LayerContext] = field(default_factory=list)
 
     def append(self, context: LayerContext) -> None:
-        """Keeps a layer's context; on a CPU without a copy."""
-        self.layers.append(LayerContext(context.key.cpu(), context.value.cpu()))
+        """Keeps a layer's context."""
+        if self.accelerator is not None:
+            context = LayerContext(*(self._kept(tensor) for tensor in (context.key, context.value)))
+        self.layers.append(context)
 
-    def layer(self, index: int, device: torch.device) -> LayerContext:
-        """A layer's context on a device."""
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.accelerator is not None
+        with self.accelerator.host():
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.accelerator.store(tensor, kept)
+        return kept
+
+    def shares(self, context: LayerContext) -> bool:
+        """Whether a context is kept itself, so that no other layer may be written to it."""
+        return any(kept is context for kept in self.layers[-1:])
+
+    def layer(self, index: int) -> LayerContext:
+        """A layer's context on the device."""
         kept = self.layers[index]
-        return LayerContext(kept.key.to(device), kept.value.to(device))
+        if self.accelerator is None:
+            return kept
+        return LayerContext(self.accelerator.fetch(kept.key), self.accelerator.fetch(kept.value))
 
 
 def causal_rows(start: int, rows: int, device: torch.device | str) -> torch.Tensor:
@@ -54,6 +75,9 @@ def prefill(
     *,
     stored: StoredContext | None = None,
     segment_tokens: int = MAX_SEGMENT_TOKENS,
+    offload: Offload | None = None,
+    hidden_on_host: bool = False,
+    cut: Callable[[int, int], list[tuple[int, int]]] = spans,
     advance: Callable[[int], None] = lambda layers: None,
 ) -> torch.Tensor:
     """Fills an empty cache with context and suffix in one pass over the layers.
@@ -64,11 +88,14 @@ def prefill(
     place; final norm and head see the last position only.
 
     Args:
-        context_ids: [layout.context_len], int64: template prefix and document.
+        context_ids: [layout.context_len], int64: template prefix and document; in host memory if the hidden states are.
         suffix_ids: [suffix_len], int64, suffix_len >= 1: question and the rest of the template.
         plan: bits of every chunk.
         stored: if given, receives every layer's unquantized context.
         segment_tokens: rows of one segment.
+        offload: holds the model's weights, if an accelerator and host memory share them.
+        hidden_on_host: hidden states are kept in host memory; only a segment of them is on the accelerator.
+        cut: how a length is cut into segments.
         advance: called with 1 after every layer.
 
     Returns:
@@ -79,30 +106,31 @@ def prefill(
     device = cache.device
     windows = set(cache.geometry.windows)
     max_rows = min(segment_tokens, context_len)
-    # A CPU's causal attention needs no mask; a card's kernels take rows that begin anywhere only with one.
-    windows -= {None} if device.type == "cpu" else set()
+    windows -= set() if cache.masks_causal else {None}
     masks = {w: ContextMask(max_rows, context_len, w, cache.dtype, device) for w in windows}
-    positions = torch.arange(context_len + suffix_len, device=device)
     context = cache.new_context()
+    rows = HostRows(offload) if offload is not None and hidden_on_host else DeviceRows()
 
     def run_layer(index: int, run: Callable[[int, int], None]) -> None:
         nonlocal context
-        if stored is not None and index > 0 and device.type == "cpu":
+        if stored is not None and index > 0 and stored.shares(context):
             context = cache.new_context()
-        for start, stop in spans(context_len, segment_tokens):
+        for start, stop in cut(context_len, segment_tokens):
             cache.begin_context(context, start, masks.get(cache.geometry.windows[index]))
             run(start, stop)
         cache.seal(index, context, plan)
         if stored is not None:
             stored.append(context)
-        for start, stop in spans(suffix_len, segment_tokens):
-            tail_positions = positions[context_len + start : context_len + stop]
-            cache.begin_tail(start, causal_rows(start, stop - start, device), tail_positions)
+        for start, stop in cut(suffix_len, segment_tokens):
+            positions = torch.arange(context_len + start, context_len + stop, device=device)
+            cache.begin_tail(start, causal_rows(start, stop - start, device), positions)
             run(context_len + start, context_len + stop)
         advance(1)
 
-    with layer_major(model, run_layer):
-        logits = forward_logits(model, torch.cat([context_ids, suffix_ids]), positions, cache, logits_to_keep=1)
+    with rows.whole_pass(), layer_major(model, run_layer, rows):
+        ids = torch.cat([context_ids, suffix_ids])
+        positions = torch.arange(context_len + suffix_len, device=ids.device)
+        logits = forward_logits(model, ids, positions, cache, logits_to_keep=1)
     cache.commit(range(suffix_len))
     return logits[-1]
 
@@ -130,8 +158,60 @@ def extend(
     return logits[-1]
 
 
+class DeviceRows:
+    """Hidden states are where the layers run."""
+
+    def whole_pass(self) -> AbstractContextManager[Any]:
+        """Entered around a pass."""
+        return nullcontext()
+
+    def in_layer(self) -> AbstractContextManager[Any]:
+        """Entered around the rows of a layer."""
+        return nullcontext()
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as a layer wants them."""
+        return rows
+
+    def put(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+        """What a layer made of them, back to their place."""
+        into.copy_(rows)
+
+    def take_last(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that leave the last layer."""
+        return rows
+
+
+class HostRows(DeviceRows):
+    """Hidden states are in host memory and come to the accelerator a segment at a time."""
+
+    def __init__(self, offload: Offload) -> None:
+        self._offload, self._accelerator = offload, offload.accelerator
+
+    @contextmanager
+    def whole_pass(self) -> Iterator[None]:
+        with self._offload.hidden_on_host(), self._accelerator.host():
+            yield
+
+    def in_layer(self) -> AbstractContextManager[Any]:
+        return self._accelerator.host(False)
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._accelerator.fetch(rows)
+
+    def put(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+        self._accelerator.store(rows, into)
+
+    def take_last(self, rows: torch.Tensor) -> torch.Tensor:
+        # Norm and head are the accelerator's again.
+        self._accelerator.leave_host()
+        return self._accelerator.fetch(rows)
+
+
 @contextmanager
-def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None]) -> Iterator[None]:
+def layer_major(
+    model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None], rows: DeviceRows
+) -> Iterator[None]:
     """Wraps every decoder layer so that one forward pass hands each layer to `run_layer`.
 
     `run_layer(index, run)` calls `run(start, stop)` for every span of token rows in the order it wants; the
@@ -147,15 +227,17 @@ def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int,
             total = hidden_states.shape[1]
 
             def run(start: int, stop: int) -> None:
-                cut = [_rows(value, start, stop, total) for value in args]
-                named = {key: _rows(value, start, stop, total) for key, value in kwargs.items()}
-                output = forward(hidden_states[:, start:stop], *cut, **named)
+                def cut(value: Any) -> Any:
+                    return _rows(value, start, stop, total, rows.take)
+
+                output = forward(cut(hidden_states), *map(cut, args), **{key: cut(kwargs[key]) for key in kwargs})
                 returns_tuple.append(isinstance(output, tuple))
-                hidden_states[:, start:stop] = output[0] if returns_tuple[-1] else output
+                rows.put(hidden_states[:, start:stop], output[0] if returns_tuple[-1] else output)
 
             returns_tuple: list[bool] = []
-            run_layer(index, run)
-            result = hidden_states[:, -1:] if index == len(layers) - 1 else hidden_states
+            with rows.in_layer():
+                run_layer(index, run)
+            result = rows.take_last(hidden_states[:, -1:]) if index == len(layers) - 1 else hidden_states
             return (result,) if returns_tuple[-1] else result
 
         return forward_in_spans
@@ -172,12 +254,12 @@ def layer_major(model: PreTrainedModel, run_layer: Callable[[int, Callable[[int,
                 layer.__dict__.pop("forward", None)
 
 
-def _rows(value: Any, start: int, stop: int, total: int) -> Any:
-    """Cuts rows `start` to `stop` out of every tensor that has `total` of them on axis 1."""
+def _rows(value: Any, start: int, stop: int, total: int, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Takes rows `start` to `stop` of every tensor that has `total` of them on axis 1."""
     if isinstance(value, torch.Tensor):
-        return value[:, start:stop] if value.dim() >= 2 and value.shape[1] == total else value
+        return take(value[:, start:stop]) if value.dim() >= 2 and value.shape[1] == total else value
     if isinstance(value, tuple):
-        return tuple(_rows(item, start, stop, total) for item in value)
+        return tuple(_rows(item, start, stop, total, take) for item in value)
     if isinstance(value, dict):
-        return {key: _rows(item, start, stop, total) for key, item in value.items()}
+        return {key: _rows(item, start, stop, total, take) for key, item in value.items()}
     return value

@@ -134,6 +134,11 @@ def _vram(value: object) -> int | str:
     return "auto" if text.strip().lower() == "auto" else parse_size(text)
 
 
+def _link(value: object) -> float:
+    text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value)
+    return float(parse_size(text.strip().removesuffix("/s")))
+
+
 def _path(value: object) -> Path:
     try:
         return (value if isinstance(value, Path) else Path(_text(value))).expanduser()
@@ -144,6 +149,7 @@ def _path(value: object) -> Path:
 PARSERS: dict[str, Callable[[object], Any]] = {
     "model": _text,
     "vram": _vram,
+    "link": _link,
     "device": _word,
     "dtype": _dtype,
     "max_tokens": _integer,
@@ -312,8 +318,10 @@ def _checked(key: str, value: object, where: str, origin: str) -> Setting:
 
 
 def _config_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns `Config` arguments for settings; `vram` is the one setting that is two fields."""
+    """Returns `Config` arguments for settings; `vram` is two fields, and `link` has its unit in its name."""
     arguments = dict(values)
+    if "link" in arguments:
+        arguments["link_bytes_per_second"] = arguments.pop("link")
     if "vram" in arguments:
         vram = arguments.pop("vram")
         arguments["vram_auto"] = vram == "auto"
@@ -324,4 +332,6 @@ def _config_fields(values: dict[str, Any]) -> dict[str, Any]:
 def _default(defaults: Config, key: str) -> Any:
     if key == "vram":
         return "auto" if defaults.vram_auto else defaults.vram_bytes
+    if key == "link":
+        return defaults.link_bytes_per_second
     return getattr(defaults, key)

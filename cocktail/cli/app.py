@@ -24,6 +24,7 @@ from cocktail.cli.inspect import inspect
 from cocktail.cli.models import models_app
 from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.cli.output import Output, json_line, one_line, use_color
+from cocktail.cli.plan import plan
 from cocktail.cli.streams import close_streams, open_streams
 from cocktail.errors import CocktailError, UsageError
 
@@ -60,6 +61,7 @@ _epilog = SETTINGS_HELP + "\n\n" + EXIT_CODES
 _document: dict[str, Any] = {"cls": GroupedCommand, "epilog": _epilog, "context_settings": {"allow_extra_args": True}}
 app.command(short_help="Answer questions about a document, citing pages.", **_document)(ask)
 app.command(short_help="Show pages, text quality, chunks and bits.", **_document)(inspect)
+app.command(short_help="Show what would fit, without loading weights.", **_document)(plan)
 app.command(cls=GroupedCommand, short_help="Show versions, devices, memory, disk and models.")(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(models_app, name="models")

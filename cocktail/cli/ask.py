@@ -54,6 +54,7 @@ def ask(
     strict: options.Strict = False,
     model: options.Model = None,
     vram: options.Vram = None,
+    link: options.Link = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     cache_dir: options.CacheDir = None,

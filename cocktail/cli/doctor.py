@@ -15,7 +15,7 @@ from cocktail import __version__
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options
 from cocktail.cli.models import model_records
-from cocktail.cli.output import Output, aligned, json_line
+from cocktail.cli.output import Output, aligned, json_line, one_line
 from cocktail.config import Config
 from cocktail.offload.budget import format_bytes
 from cocktail.settings import project_file, resolve, user_file
@@ -59,6 +59,8 @@ def examine(config: Config) -> dict[str, Any]:
     wsl = _is_wsl()
     devices = _devices(problems)
     has_cuda = any(device["kind"] == "cuda" for device in devices)
+    link_rate = _link_rate(has_cuda, notes)
+    pinned_bytes, pinned_memory = _pinned_memory(has_cuda, wsl, notes)
     cache = _cache(config, problems, notes)
     models = model_records(config)
     absent = [model["name"] for model in models if model["path"] is None]
@@ -70,7 +72,9 @@ def examine(config: Config) -> dict[str, Any]:
         "platform": platform.platform() + (" (WSL)" if wsl else ""),
         "wsl": wsl,
         "devices": devices,
-        "pinned_memory": _pinned_memory(has_cuda, wsl),
+        "pinned_memory": pinned_memory,
+        "pinned_bytes": pinned_bytes,
+        "link_bytes_per_second": link_rate,
         "cache": cache,
         "settings_files": [str(path) for path in (user_file(), project_file()) if path and path.is_file()],
         "models": models,
@@ -114,12 +118,32 @@ def _devices(problems: list[str]) -> list[dict[str, Any]]:
     return devices
 
 
-def _pinned_memory(has_cuda: bool, wsl: bool) -> str:
+def _link_rate(has_cuda: bool, notes: list[str]) -> float | None:
+    """Returns bytes a second from host memory to the card, or of copies by one thread on a CPU; None if it fails."""
+    try:
+        import torch
+
+        from cocktail.calibration import link_rate
+
+        return link_rate(torch.device("cuda" if has_cuda else "cpu"))
+    except Exception as error:  # a broken native library raises anything
+        notes.append(one_line(f"the link could not be measured: {type(error).__name__}: {error}"))
+        return None
+
+
+def _pinned_memory(has_cuda: bool, wsl: bool, notes: list[str]) -> tuple[int | None, str]:
+    """Returns how much was pinned at once, in bytes, and what to say of it."""
     if not has_cuda:
-        return "not used without a CUDA device"
-    if wsl:
-        return "limited under WSL, often to 0.5-2 GB; where it fails, slower pageable memory is used"
-    return "used for weights that do not fit the card"
+        return None, "not used without a CUDA device"
+    from cocktail.offload.pinned import pinned_limit
+
+    found = pinned_limit()
+    size = format_bytes(found.nbytes)
+    if found.refusal is None:
+        return found.nbytes, f"at least {size} can be pinned" + (", although this is WSL" if wsl else "")
+    where = "limited under WSL" if wsl else "limited on this machine"
+    notes.append(f"weights beyond {size} that do not fit the card are copied from pageable memory, which is slower")
+    return found.nbytes, f"{where}: {size} can be pinned, then {found.refusal}"
 
 
 def _cache(config: Config, problems: list[str], notes: list[str]) -> dict[str, Any]:
@@ -151,6 +175,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if len(report["devices"]) == 1:
         rows.append(("cuda", "none found"))
     rows.append(("pinned memory", report["pinned_memory"]))
+    if (rate := report["link_bytes_per_second"]) is not None:
+        kind = "copies by one thread" if len(report["devices"]) == 1 else "host memory to the card"
+        rows.append(("link", f"{format_bytes(round(rate))}/s, {kind}"))
     rows.append(("models in", f"{report['cache']['models']}, {format_bytes(report['cache']['free_bytes'])} free"))
     rows += [("settings", path) for path in report["settings_files"]]
     rows += [("model", f"{model['name']}: {model['path']}") for model in report["models"] if model["path"]]

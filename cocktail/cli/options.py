@@ -92,6 +92,15 @@ Vram = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        metavar="RATE",
+        help="On a CPU with --vram: emulate a link of this rate to the device, such as 25GB/s.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

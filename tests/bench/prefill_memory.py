@@ -16,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cocktail.bit_plan import plan_bits
+from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry
-from cocktail.job import decoder_shape
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel, load_config, load_model, load_tokenizer
 from cocktail.model_folder import ModelFolder
-from cocktail.offload.budget import choose_segment_tokens, estimate_peak
+from cocktail.offload.residency import ResidencyPlan, plan_residency
+from cocktail.offload.speed import UNKNOWN_SPEED
+from cocktail.planner import Lengths, Planner
 from cocktail.prefill import prefill
 from cocktail.report import SilentReporter
 
@@ -38,18 +39,27 @@ def memory(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def run(loaded: LoadedModel, context_len: int, policy: str) -> MixedKVCache:
-    """Prefills random tokens; scores are drawn from a normal distribution."""
+def planned(loaded: LoadedModel, context_len: int, policy: str) -> tuple[ResidencyPlan, BitPlan]:
+    """The plan of a run without a budget; scores are drawn from a normal distribution."""
+    planner = Planner(loaded.model.config, loaded.dtype, on_card=False, has_budget=False)
+    lengths = Lengths(prefix=0, document=context_len, suffix=SUFFIX, tail=SUFFIX + GENERATED, chunk_size=CHUNK)
+    scores = np.random.default_rng(0).normal(size=context_len // CHUNK).astype(np.float32)
+    plan = plan_bits(policy, scores, 0.6, 0.1)
+    kv = planner.kv_choices(lengths, policy, lambda name: [plan], may_lower=False)
+    residency = plan_residency(planner.size, planner.workload(lengths, kv), None, UNKNOWN_SPEED)
+    assert residency is not None
+    return residency, plan
+
+
+def run(loaded: LoadedModel, context_len: int, residency: ResidencyPlan, plan: BitPlan) -> None:
+    """Prefills random tokens."""
     layout = ContextLayout(0, context_len // CHUNK, CHUNK, context_len % CHUNK)
     tail = SUFFIX + GENERATED
     geometry = KVGeometry.from_config(loaded.model.config, context_len + tail)
     cache = MixedKVCache(geometry, layout, tail, loaded.dtype)
-    generator = np.random.default_rng(0)
-    plan = plan_bits(policy, generator.normal(size=layout.num_chunks).astype(np.float32), 0.6, 0.1)
-    ids = torch.from_numpy(generator.integers(10, 1000, context_len + SUFFIX))
-    segment_tokens = choose_segment_tokens(decoder_shape(loaded.model.config, geometry, 2), context_len, SUFFIX)
-    prefill(loaded.model, cache, ids[:context_len], ids[context_len:], plan, segment_tokens=segment_tokens)
-    return cache
+    ids = torch.from_numpy(np.random.default_rng(1).integers(10, 1000, context_len + SUFFIX))
+    prefill(loaded.model, cache, ids[:context_len], ids[context_len:], plan, segment_tokens=residency.segment_tokens)
+    assert cache.nbytes == residency.estimate.kv_cache
 
 
 def main(folder: str, tokens: str = "8000", policy: str = "cocktail") -> None:
@@ -57,29 +67,19 @@ def main(folder: str, tokens: str = "8000", policy: str = "cocktail") -> None:
     model_folder = ModelFolder(Path(folder), folder, folder)
     hf_config, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
     loaded = load_model(model_folder, hf_config, tokenizer, Config(device="cpu"), SilentReporter())
-    run(loaded, 2 * CHUNK, policy)
+    run(loaded, 2 * CHUNK, *planned(loaded, 2 * CHUNK, policy))
+    residency, plan = planned(loaded, context_len, policy)
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    cache = run(loaded, context_len, policy)
+    run(loaded, context_len, residency, plan)
     growth = memory("VmHWM") - before
-    shape = decoder_shape(loaded.model.config, cache.geometry, loaded.dtype.itemsize)
-    estimate = estimate_peak(
-        shape,
-        weight_bytes=0,
-        kv_bytes=cache.nbytes,
-        context_tokens=context_len,
-        total_tokens=context_len + cache.tail_capacity,
-        suffix_tokens=SUFFIX,
-        segment_tokens=choose_segment_tokens(shape, context_len, SUFFIX),
-        device_context_bytes=0,
-    )
+    estimate = residency.estimate
+    expected = estimate.peak_bytes - estimate.weights
     parts = {
         name: getattr(estimate, name)
         for name in ("kv_cache", "layer_context", "hidden_states", "rotary_tables", "workspace")
     }
-    print(
-        json.dumps({"growth": growth, "expected": estimate.peak_bytes, "ratio": growth / estimate.peak_bytes, **parts})
-    )
+    print(json.dumps({"growth": growth, "expected": expected, "ratio": growth / expected, **parts}))
 
 
 if __name__ == "__main__":

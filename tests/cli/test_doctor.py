@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from cocktail.cli import doctor
+from cocktail.offload.pinned import PinnedLimit
 
 Run = Callable[..., Any]
 
@@ -31,9 +36,14 @@ def fake_torch(cards: int) -> SimpleNamespace:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes this machine look like another: cards, packages that are absent, the kernel's name."""
+    """Makes this machine look like another: cards, packages that are absent, the kernel's name, what can be pinned."""
 
-    def pretend(cards: int = 0, absent: tuple[str, ...] = (), release: str = "6.1.0-generic") -> None:
+    def pretend(
+        cards: int = 0,
+        absent: tuple[str, ...] = (),
+        release: str = "6.1.0-generic",
+        pinned: PinnedLimit = PinnedLimit(2 * 2**30),
+    ) -> None:
         def version(package: str) -> str:
             if package in absent:
                 raise metadata.PackageNotFoundError(package)
@@ -43,6 +53,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(sys.modules, "torch", fake_torch(cards))
         monkeypatch.setattr("cocktail.cli.doctor.metadata.version", version)
         monkeypatch.setattr("cocktail.cli.doctor.platform.uname", lambda: this._replace(release=release))
+        monkeypatch.setattr("cocktail.cli.doctor._link_rate", lambda has_cuda, notes: 24e9 if has_cuda else 9e9)
+        monkeypatch.setattr("cocktail.offload.pinned.pinned_limit", lambda: pinned)
 
     return pretend
 
@@ -64,11 +76,59 @@ def test_a_card_is_shown_with_its_free_memory(cocktail: Run, machine: Callable[.
     assert (body["ok"], body["wsl"], body["problems"]) == (True, False, [])
 
 
-def test_wsl_is_named_with_its_limit_on_pinned_memory(cocktail: Run, machine: Callable[..., None]) -> None:
-    machine(cards=1, release="5.15.0-microsoft-standard-WSL2")
+WSL = "5.15.0-microsoft-standard-WSL2"
+
+
+def test_complaint_29_wsl_is_named_with_what_it_pins_and_how_fast_it_copies(
+    cocktail: Run, machine: Callable[..., None]
+) -> None:
+    machine(cards=1, release=WSL, pinned=PinnedLimit(512 * 2**20, "cudaHostRegister returned 2"))
     result = cocktail("doctor")
+    assert result.code == 0
     assert "(WSL)" in result.out
-    assert "limited under WSL" in result.out
+    assert "limited under WSL: 537 MB can be pinned, then cudaHostRegister returned 2" in result.out
+    assert re.search(r"^link +24.0 GB/s, host memory to the card$", result.out, re.MULTILINE)
+    assert "copied from pageable memory, which is slower" in result.out
+    body = json.loads(cocktail("doctor", "--json").out)
+    assert (body["wsl"], body["pinned_bytes"], body["link_bytes_per_second"]) == (True, 512 * 2**20, 24e9)
+
+
+@pytest.mark.parametrize(("release", "said"), [(WSL, ", although this is WSL"), ("6.1.0-generic", "")])
+def test_complaint_29_a_machine_that_pins_all_it_is_asked_for_says_so(
+    cocktail: Run, machine: Callable[..., None], release: str, said: str
+) -> None:
+    machine(cards=1, release=release)
+    assert f"at least 2.15 GB can be pinned{said}\n" in cocktail("doctor").out
+
+
+def test_complaint_29_without_a_card_the_rate_is_that_of_one_thread(
+    cocktail: Run, machine: Callable[..., None]
+) -> None:
+    machine()
+    result = cocktail("doctor")
+    assert "not used without a CUDA device" in result.out
+    assert "9.00 GB/s, copies by one thread" in result.out
+    assert json.loads(cocktail("doctor", "--json").out)["pinned_bytes"] is None
+
+
+def test_a_link_that_cannot_be_measured_is_a_note(cocktail: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: Any) -> float:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr("cocktail.calibration.link_rate", fail)
+    result = cocktail("doctor")
+    assert result.code == 0
+    assert "the link could not be measured: RuntimeError: CUDA error: out of memory" in result.out
+    assert json.loads(cocktail("doctor", "--json").out)["link_bytes_per_second"] is None
+
+
+def test_the_copy_rate_is_measured_in_less_than_a_second() -> None:
+    started, notes = time.perf_counter(), list[str]()
+    rate = doctor._link_rate(False, notes)
+    assert time.perf_counter() - started < 1
+    assert rate is not None
+    assert rate > 1e8
+    assert notes == []
 
 
 def test_models_not_there_yet_are_a_note(cocktail: Run, machine: Callable[..., None]) -> None:

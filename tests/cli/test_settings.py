@@ -62,7 +62,8 @@ def test_parse_size_refuses_what_is_no_budget(text: str) -> None:
 
 
 def test_settings_cover_every_field_of_the_configuration() -> None:
-    assert {field.name for field in fields(Config)} - {"vram_bytes", "vram_auto"} == set(PARSERS) - {"vram"}
+    renamed = {"vram_bytes", "vram_auto", "link_bytes_per_second"}
+    assert {field.name for field in fields(Config)} - renamed == set(PARSERS) - {"vram", "link"}
 
 
 def test_defaults_are_those_of_the_configuration() -> None:
@@ -94,6 +95,9 @@ def test_flag_beats_variable_beats_project_file_beats_user_file_beats_default() 
     [
         ({"vram": "8GiB"}, {"vram_bytes": 2**33, "vram_auto": False}),
         ({"vram": "AUTO"}, {"vram_bytes": None, "vram_auto": True}),
+        ({"link": "25GB/s"}, {"link_bytes_per_second": 25e9}),
+        ({"link": "512 MiB/s"}, {"link_bytes_per_second": 512 * 2**20}),
+        ({"link": 2}, {"link_bytes_per_second": 2e9}),
         ({"dtype": "BF16"}, {"dtype": "bfloat16"}),
         ({"dtype": "fp32"}, {"dtype": "float32"}),
         ({"device": "CPU"}, {"device": "cpu"}),

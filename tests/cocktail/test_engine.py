@@ -235,8 +235,12 @@ def test_more_memory_than_there_is_is_refused_without_a_budget_too(
 def test_several_questions_need_memory_for_the_kept_context(document: Path, config: Config) -> None:
     one, two = (ask(document, config, *["Who cut the wheel?"] * count)[0].plan for count in (1, 2))
     assert two.estimated_peak_bytes > one.estimated_peak_bytes
-    with pytest.raises(BudgetError):
-        ask(document, replace(config, vram_bytes=one.estimated_peak_bytes), "Who?", "Who cut the wheel?")
+    # A device's own memory need not hold it: the host's does.
+    one, two = (
+        ask(document, replace(config, vram_auto=True), *["Who cut the wheel?"] * count)[-1].plan for count in (1, 2)
+    )
+    assert two.estimated_peak_bytes == one.estimated_peak_bytes
+    assert two.measured_peak_bytes == one.measured_peak_bytes
 
 
 @pytest.mark.gpu

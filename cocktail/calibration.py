@@ -1,0 +1,89 @@
+"""Measures how fast a device is, once, for the planner."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from cocktail.offload.link import copy_bytes, host_buffer
+from cocktail.offload.speed import DeviceSpeed
+
+_COPY_BYTES = 64 * 2**20
+_MATRIX = 1024
+_REPEATS = 5
+_FILE = "calibration.json"
+
+
+def device_speed(device: torch.device, dtype: torch.dtype, folder: Path) -> DeviceSpeed:
+    """Rates of a device, measured in less than a second and kept in a file of `folder` by device and versions.
+
+    A folder that cannot be written only means that it is measured again.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    key = f"{name}|{torch.get_num_threads()} threads|torch {torch.__version__}|{dtype}"
+    try:
+        kept = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kept = {}
+    kept = kept if isinstance(kept, dict) else {}
+    try:
+        return DeviceSpeed(**{field: float(value) for field, value in kept[key].items()})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        speed = measure_speed(device, dtype)
+    with contextlib.suppress(OSError):
+        _write(folder / _FILE, {**kept, key: asdict(speed)})
+    return speed
+
+
+def measure_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
+    """Measures link, memory and matrix products."""
+    source, target = (torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = _seconds(lambda: target.copy_(source), device)
+    left, right = (torch.ones((_MATRIX, _MATRIX), dtype=dtype, device=device) for _ in range(2))
+    product = _seconds(lambda: left @ right, device)
+    return DeviceSpeed(link_rate(device), 2 * _COPY_BYTES / copy, 2 * _MATRIX**3 / product)
+
+
+def link_rate(device: torch.device) -> float:
+    """Bytes a second from host memory to a device; on a CPU as the emulated link copies, in one thread."""
+    source, _ = host_buffer(_COPY_BYTES, pinned=device.type == "cuda")
+    source.zero_()
+    target = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        return _COPY_BYTES / _seconds(lambda: copy_bytes(target, source), device)
+    return _COPY_BYTES / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest of several times."""
+    times = []
+    for _ in range(_REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _write(path: Path, body: dict[str, dict[str, float]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(body, file)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

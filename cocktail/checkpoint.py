@@ -1,0 +1,159 @@
+"""A model folder's weights by name, each read straight to where it is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from cocktail.errors import ModelError
+from cocktail.model_folder import safetensors_header, weight_files
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_BLOCK_VALUES = 1 << 20
+
+
+class Checkpoint(Protocol):
+    """Weights by name."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every weight."""
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fills a contiguous tensor of the weight's shape in host memory; another dtype is converted to."""
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """The weight as a tensor that takes no memory of its own where it is mapped from a file."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SafetensorsCheckpoint:
+    """Weights in safetensors files; bytes go from the file to their place and to nowhere else.
+
+    They are read, not mapped: reading a file that was cut meanwhile is an error, touching its map kills the process.
+
+    Raises:
+        ModelError: A file's header is damaged.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._places: dict[str, _Place] = {}
+        self._open: dict[Path, int] = {}
+        for file in files:
+            header = safetensors_header(file)
+            with file.open("rb") as stream:
+                start = 8 + int.from_bytes(stream.read(8), "little")
+            for name, tensor in header.items():
+                if name != "__metadata__" and tensor["dtype"] in _DTYPES:
+                    offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
+                    self._places[name] = _Place(file, offset, _DTYPES[tensor["dtype"]], shape)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: place.shape for name, place in self._places.items()}
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        place = self._places[name]
+        if place.dtype == out.dtype:
+            self._fill(place, place.offset, out)
+            return
+        flat = out.view(-1)
+        block = torch.empty(min(_BLOCK_VALUES, flat.numel()), dtype=place.dtype)
+        for start in range(0, flat.numel(), _BLOCK_VALUES):
+            part = flat[start : start + _BLOCK_VALUES]
+            self._fill(place, place.offset + start * place.dtype.itemsize, block[: part.numel()])
+            part.copy_(block[: part.numel()])
+
+    def _fill(self, place: _Place, offset: int, out: torch.Tensor) -> None:
+        buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
+        if place.file not in self._open:
+            self._open[place.file] = os.open(place.file, os.O_RDONLY)
+        while buffer:
+            count = os.preadv(self._open[place.file], [buffer], offset)
+            if not count:
+                raise ModelError(
+                    f"{place.file} was cut while it was read: {len(buffer):,} bytes are missing.",
+                    "Copy or download the file again.",
+                )
+            buffer, offset = buffer[count:], offset + count
+
+    def mapped(self, name: str) -> torch.Tensor:
+        with safe_open(self._places[name].file, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+
+class LoadedCheckpoint:
+    """Weights that are in host memory or mapped from a PyTorch file."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._tensors[name])
+
+    def mapped(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+class RenamedCheckpoint:
+    """Another checkpoint's weights under the names that a model knows them by."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+        self._checkpoint, self._names = checkpoint, names
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = self._checkpoint.shapes()
+        return {name: shapes[stored] for name, stored in self._names.items()}
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        self._checkpoint.read(self._names[name], out)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        return self._checkpoint.mapped(self._names[name])
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The weights of a folder; `check_files` has passed it."""
+    files = weight_files(folder)
+    if files[0].suffix == ".safetensors":
+        return SafetensorsCheckpoint(files)
+    tensors: dict[str, Any] = {}
+    for file in files:
+        tensors |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return LoadedCheckpoint(tensors)
+
+
+def stored_names(wanted: Iterable[str], stored: Container[str], prefix: str) -> dict[str, str]:
+    """Under which name each weight of a model is stored; those that are not are left out.
+
+    Args:
+        wanted: names in the model.
+        stored: names in the checkpoint.
+        prefix: the base model's name, which checkpoints of the base model alone lack.
+    """
+    found = {}
+    for name in wanted:
+        choices = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        choice = next((choice for choice in choices if choice in stored), None)
+        if choice is not None:
+            found[name] = choice
+    return found

@@ -1,0 +1,71 @@
+"""Where a run's tensors live beside host memory: a card, or one that is emulated on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from cocktail.offload.ledger import Ledger
+from cocktail.offload.link import CudaLink, EmulatedLink, Link
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device with memory of its own and a link to it; with a ledger it is emulated."""
+
+    device: torch.device
+    link: Link
+    ledger: Ledger | None = None
+
+    @classmethod
+    def emulated(cls, limit_bytes: int | None, link_bytes_per_second: float | None) -> Accelerator:
+        """A device on the CPU whose memory is a ledger."""
+        return cls(torch.device("cpu"), EmulatedLink(link_bytes_per_second), Ledger(limit_bytes))
+
+    @classmethod
+    def card(cls, device: torch.device, limit_bytes: int) -> Accelerator:
+        """A card of which PyTorch may take so much, beside its context."""
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        return cls(device, CudaLink(device))
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.ledger is not None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Whatever is made inside counts as the device's; entered anew around each stage of a run."""
+        with self.ledger or nullcontext():
+            yield
+
+    @contextmanager
+    def host(self, on_host: bool = True) -> Iterator[None]:
+        """Whatever is made inside is in host memory, or on the device again if `on_host` is False."""
+        with self.ledger.host(on_host) if self.ledger else nullcontext():
+            yield
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device of a tensor in host memory."""
+        if self.ledger is None:
+            return tensor.to(self.device, non_blocking=True)
+        with self.ledger.host(False):
+            copy = tensor.clone()
+        self.link.occupy(tensor.nbytes)
+        return copy
+
+    def store(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Copies a tensor on the device to one in host memory."""
+        into.copy_(tensor)
+        self.link.occupy(tensor.nbytes)
+
+    def leave_host(self) -> None:
+        """Ends a `host()` before its block does."""
+        if self.ledger is not None:
+            self.ledger.on_host = False
+
+    def close(self) -> None:
+        self.link.close()

@@ -1,0 +1,244 @@
+"""Loads a decoder by a residency plan: resident layers to the accelerator, the others to host memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from cocktail.checkpoint import Checkpoint, RenamedCheckpoint, open_checkpoint, stored_names
+from cocktail.offload.accelerator import Accelerator
+from cocktail.offload.host_weights import HostWeights, LayerLayout, hold
+from cocktail.offload.residency import ResidencyPlan
+from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStream
+
+# Host memory that the streamed layers leave to everything else.
+HOST_MARGIN_BYTES = 1_000_000_000
+
+# Where a parameter lies: its module and its name there; several for one that is tied.
+_Places = list[tuple[nn.Module, str]]
+
+
+class Offload:
+    """What keeps a model's weights and hidden states in two memories.
+
+    Args:
+        accelerator: holds what is resident.
+        stream: None if every layer is resident.
+        host: the streamed layers' weights, or None.
+    """
+
+    def __init__(self, accelerator: Accelerator, stream: WeightStream | None, host: HostWeights | None) -> None:
+        self.accelerator, self.stream, self.host = accelerator, stream, host
+        self._embeds_to_host = self._looks_up = False
+
+    @contextmanager
+    def hidden_on_host(self) -> Any:
+        """Inside, embeddings are left in host memory: a prefill keeps its hidden states there."""
+        self._embeds_to_host = True
+        try:
+            yield
+        finally:
+            self._embeds_to_host = False
+
+    def look_up_on_host(self, embedding: Any) -> None:
+        """Makes an embedding whose weight is in host memory give its rows where they are wanted; exact."""
+        own, self._looks_up = embedding.forward, True
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            with self.accelerator.host():
+                rows: torch.Tensor = own(ids.cpu())
+            return rows if self._embeds_to_host else self.accelerator.fetch(rows)
+
+        embedding.forward = forward
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why no CUDA graph of a decode step can be captured."""
+        if self.stream is not None:
+            return "weights are streamed"
+        return "embeddings are looked up on the host" if self._looks_up else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the device held, context left out."""
+        ledger = self.accelerator.ledger
+        return torch.cuda.max_memory_reserved(self.accelerator.device) if ledger is None else ledger.peak_bytes
+
+    def close(self) -> None:
+        """Ends the streaming."""
+        if self.stream is not None:
+            self.stream.close()
+        self.accelerator.close()
+
+
+def empty_model(hf_config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    """The model with its buffers and without memory for its weights."""
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            # It notes the kind of attention in the configuration that it is given.
+            copy.deepcopy(hf_config),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+        )
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def load_offloaded(
+    folder: Path,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    plan: ResidencyPlan,
+    accelerator: Accelerator,
+    load_whole: Callable[[], Checkpoint],
+    *,
+    attn_implementation: str = "cocktail",
+    advance: Callable[[int], None] = lambda layers: None,
+    free_host_bytes: int | None = None,
+) -> tuple[PreTrainedModel, Offload]:
+    """The decoder, its layers where the plan wants them; weights are read once, straight to their place.
+
+    The accelerator is active. Streaming begins with `offload.stream.attach()`.
+
+    Args:
+        folder: whose files have been checked.
+        plan: of this model.
+        load_whole: loads all weights into host memory, for a folder whose files know them by other names or in other
+            pieces than the model does; raises ModelError for one that lacks some.
+        advance: called with 1 after every layer.
+        free_host_bytes: what the streamed layers may take of host memory; None: what is free, less a margin.
+
+    Raises:
+        ModelError: Weights are missing, have another shape, or are cut.
+        torch.OutOfMemoryError: The accelerator holds less than was planned.
+    """
+    with accelerator.host():
+        model = empty_model(hf_config, dtype, attn_implementation)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        places = _places(model)
+        checkpoint = _matching(folder, model, load_whole)
+    layers: Any = model.get_decoder().layers
+    names = [_parameter_names(model, layer) for layer in layers]
+    in_layers = {name for layer in names for name in layer}
+    embedding: Any = model.get_input_embeddings()
+    on_host = {embedding: "weight"} if plan.embedding_on_host or plan.hidden_on_host else {}
+
+    def to_device(name: str) -> None:
+        parameter = places[name][0][0]._parameters[places[name][0][1]]
+        assert parameter is not None
+        weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=accelerator.device)
+        _read(checkpoint, name, weight, accelerator)
+        for module, attribute in places[name]:
+            if on_host.get(module) != attribute:
+                module._parameters[attribute] = nn.Parameter(weight, requires_grad=False)
+
+    for name in places:
+        only_looked_up = all(on_host.get(module) == attribute for module, attribute in places[name])
+        if name not in in_layers and not only_looked_up:
+            to_device(name)
+    if on_host:
+        name = next(name for name, where in places.items() if (embedding, "weight") in where)
+        with accelerator.host():
+            embedding._parameters["weight"] = nn.Parameter(checkpoint.mapped(name).to(dtype), requires_grad=False)
+    streamed = set(plan.streamed)
+    for index, layer in enumerate(names):
+        if index not in streamed:
+            for name in layer:
+                to_device(name)
+            advance(1)
+    _move_buffers(model, set(on_host), accelerator)
+    stream, host = _stream(layers, plan.streamed, checkpoint, model, accelerator, advance, free_host_bytes)
+    offload = Offload(accelerator, stream, host)
+    if on_host:
+        offload.look_up_on_host(embedding)
+    return model, offload
+
+
+def _places(model: PreTrainedModel) -> dict[str, _Places]:
+    """Every parameter once, under its first name, with all places that hold it."""
+    first: dict[int, str] = {}
+    places: dict[str, _Places] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        places.setdefault(first.setdefault(id(parameter), name), []).append((model.get_submodule(path), attribute))
+    return places
+
+
+def _parameter_names(model: PreTrainedModel, layer: nn.Module) -> list[str]:
+    prefix = next(name for name, module in model.named_modules() if module is layer)
+    return [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
+
+
+def _matching(folder: Path, model: PreTrainedModel, load_whole: Callable[[], Checkpoint]) -> Checkpoint:
+    """The folder's weights by the model's names and of its shapes."""
+    checkpoint = open_checkpoint(folder)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = stored_names(shapes, checkpoint.shapes(), model.base_model_prefix)
+    renamed = RenamedCheckpoint(checkpoint, names)
+    return renamed if renamed.shapes() == shapes else load_whole()
+
+
+def _read(checkpoint: Checkpoint, name: str, weight: torch.Tensor, accelerator: Accelerator) -> None:
+    with accelerator.host():
+        if weight.device.type == "cpu":
+            checkpoint.read(name, weight)
+            return
+        staging = torch.empty(weight.shape, dtype=weight.dtype)
+        checkpoint.read(name, staging)
+    weight.copy_(staging)
+
+
+def _move_buffers(model: PreTrainedModel, kept: set[nn.Module], accelerator: Accelerator) -> None:
+    """Buffers to the accelerator, but for those of modules that compute on the host."""
+    for module in model.modules():
+        if module not in kept:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(accelerator.device)
+
+
+def _stream(
+    layers: Any,
+    streamed: tuple[int, ...],
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    accelerator: Accelerator,
+    advance: Callable[[int], None],
+    free_host_bytes: int | None,
+) -> tuple[WeightStream | None, HostWeights | None]:
+    if not streamed:
+        return None, None
+    if free_host_bytes is None:
+        free_host_bytes = psutil.virtual_memory().available - HOST_MARGIN_BYTES
+    layouts = []
+    for index in streamed:
+        prefix = next(name for name, module in model.named_modules() if module is layers[index])
+        layouts.append((prefix, LayerLayout.of_module(layers[index])))
+    slot_bytes = max(layout.nbytes for _, layout in layouts)
+    slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=accelerator.device) for _ in range(NUM_SLOTS)]
+    with accelerator.host():
+        host = hold(
+            [(layout, _reader(checkpoint, prefix)) for prefix, layout in layouts],
+            pinned=accelerator.device.type == "cuda",
+            free_bytes=free_host_bytes,
+            advance=advance,
+        )
+    streamed_layers = {
+        index: StreamedLayer.of(layers[index], layout, held, slots)
+        for index, (_, layout), held in zip(streamed, layouts, host.layers, strict=True)
+    }
+    return WeightStream(streamed_layers, slots, accelerator.link), host
+
+
+def _reader(checkpoint: Checkpoint, prefix: str) -> Callable[[str, torch.Tensor], None]:
+    return lambda name, out: checkpoint.read(f"{prefix}.{name}", out)

@@ -1,0 +1,155 @@
+"""What a model needs on a device for a document of some length, told from its configuration alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
+from cocktail.dry_run import DryRun, model_size
+from cocktail.errors import BudgetError
+from cocktail.offload.budget import CUDA_CONTEXT_BYTES, GRAPH_POOL_BYTES, Activations, MemoryEstimate, format_bytes
+from cocktail.offload.residency import KvChoice, Workload, smallest_estimate
+
+# What the KV cache is held at, best first, where nothing fits at the precision asked for.
+LOWER_KV = {
+    "fp16": ("int8", "int4", "int2"),
+    "int8": ("int4", "int2"),
+    "int4": ("int2",),
+    "cocktail": ("int2",),
+    "cocktail-paper": ("int2",),
+}
+# How closely the longest document that fits is told, in tokens.
+_LENGTH_STEP = 100
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a run: template before the document, document, the longest suffix and the tail's slots."""
+
+    prefix: int
+    document: int
+    suffix: int
+    tail: int
+    chunk_size: int
+
+    @property
+    def layout(self) -> ContextLayout:
+        chunks, remainder = divmod(self.document, self.chunk_size)
+        return ContextLayout(self.prefix, chunks, self.chunk_size, remainder)
+
+    @property
+    def total(self) -> int:
+        """The longest that the sequence can become."""
+        return self.prefix + self.document + self.tail
+
+
+class Planner:
+    """Workloads of one model on a device.
+
+    Args:
+        hf_config: of a supported model.
+        dtype: the run's dtype.
+        on_card: whether it is a card, with a context, masks and graphs.
+        has_budget: whether the device's memory is its own; else libraries' buffers count as well.
+        keeps_context: whether all layers' unquantized context stays on the device, for more questions.
+    """
+
+    def __init__(
+        self, hf_config: Any, dtype: torch.dtype, *, on_card: bool, has_budget: bool, keeps_context: bool = False
+    ) -> None:
+        self.size = model_size(hf_config, dtype)
+        self._config, self._dtype = hf_config, dtype
+        self._on_card, self._has_budget, self._keeps_context = on_card, has_budget, keeps_context
+        self._dry_run = DryRun(hf_config, dtype, masks_causal=on_card)
+
+    def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
+        """A run of some lengths, its KV cache held by the first choice that fits."""
+
+        @cache
+        def activations(segment_tokens: int, hidden_on_host: bool) -> Activations:
+            found = self._dry_run.activations(
+                lengths.layout, lengths.suffix, lengths.tail, segment_tokens, hidden_on_host
+            )
+            if self._has_budget:
+                return found
+            # A CPU's library may hold a product in float32 until it is rounded.
+            inner = getattr(self._config, "intermediate_size", None) or 4 * self._config.hidden_size
+            return replace(found, workspace=found.workspace + 4 * inner * min(segment_tokens, lengths.document))
+
+        vocab_bytes: int = self._config.vocab_size * self._dtype.itemsize
+        context = 2 * lengths.layout.context_len * self.geometry(lengths).num_kv_heads * self.geometry(lengths).head_dim
+        return Workload(
+            context_tokens=lengths.layout.context_len,
+            activations=activations,
+            kv=kv,
+            device_context_bytes=CUDA_CONTEXT_BYTES if self._on_card else 0,
+            step_graph_bytes=GRAPH_POOL_BYTES + vocab_bytes if self._on_card else 0,
+            stored_context_bytes=(len(self.size.layers) - 1) * context * self._dtype.itemsize
+            if self._keeps_context
+            else 0,
+        )
+
+    def geometry(self, lengths: Lengths) -> KVGeometry:
+        """Shapes of the KV cache."""
+        return KVGeometry.from_config(self._config, lengths.total)
+
+    def kv_choices(
+        self, lengths: Lengths, policy: str, plans: Callable[[str], Sequence[BitPlan]], *, may_lower: bool
+    ) -> tuple[KvChoice, ...]:
+        """A policy and, where it may be lowered, those below it that take fewer bytes.
+
+        Args:
+            plans: the bits of all questions' chunks by a policy.
+        """
+        geometry, layout = self.geometry(lengths), lengths.layout
+        choices: list[KvChoice] = []
+        for name in (policy, *(LOWER_KV.get(policy, ()) if may_lower else ())):
+            sizes = (reserved_bytes(geometry, layout, plan, lengths.tail, self._dtype.itemsize) for plan in plans(name))
+            choice = KvChoice(name, max(sizes))
+            if not choices or choice.nbytes < choices[-1].nbytes:
+                choices.append(choice)
+        return tuple(choices)
+
+    def refusal(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> BudgetError:
+        """The error for a run of which nothing fits: what it needs, and how long a document would fit."""
+        least = self._least(workload)
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in least.parts().items() if size)
+        needed = format_bytes(least.peak_bytes, math.ceil)
+        longest = self._longest(lengths, workload, limit_bytes)
+        document = (
+            f"read {longest:,} of the document's {lengths.document:,} tokens (--pages)"
+            if longest
+            else "take a smaller model (-m): this one does not fit even without a document"
+        )
+        what = "needs at least" if self._has_budget else "needs"
+        return BudgetError(
+            f"The run {what} {needed} ({listed}); the budget is {format_bytes(limit_bytes, math.floor)}.",
+            f"Give --vram {needed.replace(' ', '')} or more, or {document}.",
+        )
+
+    def _least(self, workload: Workload) -> MemoryEstimate:
+        return smallest_estimate(self.size, workload, may_offload=self._has_budget)
+
+    def _longest(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> int:
+        """Tokens of the longest document that fits, in hundreds; 0 if none does."""
+        policy = workload.kv[-1].policy
+
+        def needed(document: int) -> int:
+            shorter = replace(lengths, document=document)
+            scores = np.zeros(shorter.layout.num_chunks, dtype=np.float32)
+            kv = self.kv_choices(shorter, policy, lambda name: [plan_bits(name, scores, 0.6, 0.1)], may_lower=False)
+            return self._least(self.workload(shorter, kv)).peak_bytes
+
+        low, high = 0, lengths.document // _LENGTH_STEP
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if needed(middle * _LENGTH_STEP) <= limit_bytes else (low, middle)
+        return low * _LENGTH_STEP

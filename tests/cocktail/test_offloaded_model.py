@@ -1,0 +1,211 @@
+"""Models whose layers are split between two memories compute what they compute whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cocktail import attention
+from cocktail.bit_plan import plan_bits
+from cocktail.config import Config
+from cocktail.context import ContextLayout, KVGeometry
+from cocktail.cpu_modules import compiled_layers, use_cpu_kernels
+from cocktail.kv_cache import MixedKVCache
+from cocktail.model import load_config, load_model, load_tokenizer
+from cocktail.model_folder import ModelFolder
+from cocktail.offload.ledger import LedgerOutOfMemoryError
+from cocktail.offload.residency import ResidencyPlan
+from cocktail.offloaded_model import Offload
+from cocktail.prefill import extend, prefill
+from cocktail.report import SilentReporter
+from tests.cocktail.offloading import offloaded, plan_of
+
+MakeModel = Callable[..., PreTrainedModel]
+CONTEXT, SUFFIX, STEPS, CHUNK = 150, 12, 4, 16
+
+
+def run(
+    model: PreTrainedModel,
+    policy: str = "cocktail",
+    segment_tokens: int = 64,
+    offload: Offload | None = None,
+    plan: ResidencyPlan | None = None,
+    context_len: int = CONTEXT,
+) -> list[torch.Tensor]:
+    """Logits of a prefill and of the steps after it."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 384, (context_len + SUFFIX + STEPS,), generator=generator)
+    layout = ContextLayout(3, (context_len - 3) // CHUNK, CHUNK, (context_len - 3) % CHUNK)
+    geometry = KVGeometry.from_config(model.config, len(ids))
+    scores = np.random.default_rng(3).random(layout.num_chunks).astype(np.float32)
+    cache = MixedKVCache(geometry, layout, SUFFIX + STEPS, model.dtype)
+    logits = [
+        prefill(
+            model,
+            cache,
+            ids[:context_len],
+            ids[context_len : context_len + SUFFIX],
+            plan_bits(policy, scores, 0.6, 0.1),
+            segment_tokens=segment_tokens,
+            offload=offload,
+            hidden_on_host=plan is not None and plan.hidden_on_host,
+        )
+    ]
+    for step in range(STEPS):
+        logits.append(extend(model, cache, ids[context_len + SUFFIX + step][None]))
+    return [row.clone() for row in logits]
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def read_whole(folder: Path) -> PreTrainedModel:
+    """The model in bfloat16 as transformers reads it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="cocktail")
+    return model.eval().requires_grad_(False)
+
+
+def every_split(num_layers: int) -> list[ResidencyPlan]:
+    """All numbers of resident layers, with embedding and hidden states in either memory."""
+    placements: list[dict[str, bool]] = [
+        {},
+        {"embedding_on_host": True},
+        {"embedding_on_host": True, "hidden_on_host": True},
+    ]
+    return [plan_of(num_layers, count, **where) for count in range(num_layers + 1) for where in placements]
+
+
+def test_complaint_27_logits_at_every_split_equal_those_of_the_whole_model(
+    family: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    whole = make_model(family, "cocktail")
+    folder = saved(whole, tmp_path)
+    expected = {segment: run(whole, segment_tokens=segment) for segment in (64, 200)}
+    for plan in every_split(3):
+        with offloaded(folder, plan) as (model, offload):
+            for segment, wanted in expected.items():
+                found = run(model, segment_tokens=segment, offload=offload, plan=plan)
+                assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), (plan, segment)
+            if offload.stream is not None:
+                assert set(offload.stream.stats.used.values()) == {2 * (1 + STEPS)}
+                assert offload.stream.stats.dropped == 0
+
+
+def test_complaint_25_quantized_caches_and_streamed_layers_go_together(make_model: MakeModel, tmp_path: Path) -> None:
+    whole = make_model("qwen2", "cocktail")
+    folder = saved(whole, tmp_path)
+    for policy in ("int8", "int4", "int2", "cocktail-paper"):
+        with offloaded(folder, plan_of(3, 3)) as (model, offload):
+            found = run(model, policy, offload=offload)
+        assert all(torch.equal(one, other) for one, other in zip(found, run(whole, policy), strict=True))
+
+
+def test_complaint_26_tied_embeddings_at_every_split_of_the_default_model(smollm2_folder: Path, tmp_path: Path) -> None:
+    attention.register()
+    folder = ModelFolder(smollm2_folder, "smollm2", "")
+    hf_config = load_config(folder)
+    assert hf_config.tie_word_embeddings
+    config = Config(model=str(smollm2_folder), dtype="float32", device="cpu")
+    loaded = load_model(folder, hf_config, load_tokenizer(folder), config, SilentReporter())
+    expected = run(loaded.model, context_len=40)
+    # Converted once, not once for every split.
+    wide = saved(loaded.model, tmp_path)
+    for streamed in range(hf_config.num_hidden_layers + 1):
+        plan = plan_of(30, streamed, hidden_on_host=streamed % 2 == 1, embedding_on_host=streamed % 2 == 1)
+        with offloaded(wide, plan) as (model, offload):
+            found = run(model, offload=offload, plan=plan, context_len=40)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), streamed
+
+
+def test_streamed_layers_run_compiled_steps_from_either_slot(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = saved(make_model("llama", "cocktail"), tmp_path)
+    whole = read_whole(folder)
+    use_cpu_kernels(whole)
+    expected = run(whole)
+    with offloaded(folder, plan_of(3, 3), dtype=torch.bfloat16) as (model, offload):
+        use_cpu_kernels(model)
+        found = run(model, offload=offload)
+        assert compiled_layers(model) == compiled_layers(whole) == (3, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_layers_may_be_read_from_their_files_at_every_pass(make_model: MakeModel, tmp_path: Path) -> None:
+    whole = make_model("qwen3", "cocktail")
+    folder = saved(whole, tmp_path)
+    with offloaded(folder, plan_of(3, 3), free_host_bytes=1000) as (model, offload):
+        found = run(model, offload=offload)
+        assert offload.host is not None
+        assert "read from the model's files" in (offload.host.note() or "")
+    assert all(torch.equal(one, other) for one, other in zip(found, run(whole), strict=True))
+
+
+def test_weights_of_another_dtype_are_converted_as_they_are_read(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = saved(make_model("llama-tied-biased", "cocktail"), tmp_path)
+    expected = run(read_whole(folder))
+    for free in (None, 1000):
+        with offloaded(folder, plan_of(3, 2), dtype=torch.bfloat16, free_host_bytes=free) as (model, offload):
+            found = run(model, offload=offload)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_checkpoints_of_the_base_model_alone_and_pytorch_files_are_read(make_model: MakeModel, tmp_path: Path) -> None:
+    whole: Any = make_model("llama-tied-biased", "cocktail")
+    expected = run(whole)
+    base, pickled = tmp_path / "base", tmp_path / "pickled"
+    whole.model.save_pretrained(base)
+    whole.config.save_pretrained(base)
+    whole.config.save_pretrained(pickled)
+    torch.save(whole.state_dict(), pickled / "pytorch_model.bin")
+    for folder in (base, pickled):
+        with offloaded(folder, plan_of(3, 2, embedding_on_host=True)) as (model, offload):
+            found = run(model, offload=offload)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_only_what_is_resident_counts_on_the_device(make_model: MakeModel, tmp_path: Path) -> None:
+    whole = make_model("llama", "cocktail", num_hidden_layers=6)
+    folder = saved(whole, tmp_path)
+    layer = sum(p.nbytes for p in whole.get_decoder().layers[0].parameters())
+    total = sum(p.nbytes for p in whole.parameters())
+    embedding = whole.get_input_embeddings().weight.nbytes
+    for streamed in range(7):
+        for on_host in (False, True):
+            with offloaded(folder, plan_of(6, streamed, embedding_on_host=on_host)) as (_, offload):
+                ledger = offload.accelerator.ledger
+                assert ledger is not None
+                expected = total - streamed * layer - (embedding if on_host else 0)
+                slots = 2 * layer if streamed else 0
+                assert expected + slots <= ledger.held_bytes <= expected + slots + 20_000
+                assert ledger.peak_bytes == ledger.held_bytes
+
+
+@pytest.mark.parametrize("streamed", [0, 2, 6])
+def test_out_of_memory_at_every_allocation_ends_cleanly(streamed: int, make_model: MakeModel, tmp_path: Path) -> None:
+    folder = saved(make_model("llama", "cocktail", num_hidden_layers=6), tmp_path)
+    plan = plan_of(6, streamed)
+    with offloaded(folder, plan) as (model, offload):
+        run(model, offload=offload)
+        ledger = offload.accelerator.ledger
+        assert ledger is not None
+        peak = ledger.peak_bytes
+    for share in np.linspace(0.02, 0.999, 15):
+        with (
+            pytest.raises(LedgerOutOfMemoryError),
+            offloaded(folder, plan, limit_bytes=int(share * peak)) as (
+                model,
+                offload,
+            ),
+        ):
+            run(model, offload=offload)
+        assert "cocktail-link" not in [thread.name for thread in threading.enumerate()]
+    with offloaded(folder, plan, limit_bytes=peak) as (model, offload):
+        run(model, offload=offload)

@@ -1,0 +1,110 @@
+"""What a run holds at its peak against what was planned, in random cases on an emulated device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cocktail.bit_plan import plan_bits
+from cocktail.decode_step import DecodeStep
+from cocktail.kv_cache import MixedKVCache
+from cocktail.model import load_config
+from cocktail.model_folder import ModelFolder
+from cocktail.offload.residency import Workload, plan_residency, smallest_estimate
+from cocktail.offload.speed import DeviceSpeed
+from cocktail.planner import Lengths, Planner
+from cocktail.prefill import prefill
+from cocktail.sampling import Sampler
+from tests.cocktail.conftest import FAMILIES, tiny_model
+from tests.cocktail.offloading import offloaded
+
+SPEED = DeviceSpeed(1e9, 1e10, 1e11)
+POLICIES = ("cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2")
+CASES, MODELS = 200, 24
+
+
+def model_folders(parent: Path) -> Iterator[tuple[str, Path]]:
+    """Tiny models of all families, of several sizes."""
+    draw = random.Random(11)
+    for index in range(MODELS):
+        family = list(FAMILIES)[index % len(FAMILIES)]
+        changes: dict[str, Any] = {
+            "hidden_size": draw.choice([64, 128, 192]),
+            "intermediate_size": draw.choice([96, 256, 512]),
+            "num_attention_heads": 4,
+            "num_key_value_heads": draw.choice([1, 2, 4]),
+            "vocab_size": draw.choice([384, 1000, 4000]),
+        }
+        if family not in ("smollm3", "gemma3"):  # their layers are listed one by one
+            changes["num_hidden_layers"] = draw.choice([3, 5, 8])
+        folder = parent / f"{index}-{family}"
+        tiny_model(family, "eager", **changes).save_pretrained(folder)
+        yield family, folder
+
+
+@pytest.mark.slow
+def test_no_run_passes_its_budget_and_estimates_are_close(tmp_path: Path) -> None:
+    draw = random.Random(2)
+    streamed, on_host = 0, 0
+    models = list(model_folders(tmp_path))
+    for case in range(CASES):
+        family, folder = models[case % MODELS]
+        hf_config = load_config(ModelFolder(folder, family, ""))
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        planner = Planner(hf_config, dtype, on_card=False, has_budget=True)
+        suffix, generated = draw.randint(5, 200), draw.randint(2, 40)
+        lengths = Lengths(
+            draw.randint(0, 40), draw.randint(40, 3000), suffix, suffix + generated, draw.choice([16, 32])
+        )
+        scores = np.random.default_rng(case).random(lengths.layout.num_chunks).astype(np.float32)
+        policy = draw.choice(POLICIES)
+
+        def plans(name: str, scores: np.ndarray = scores) -> list[Any]:
+            return [plan_bits(name, scores, 0.6, 0.1)]
+
+        kv = planner.kv_choices(lengths, policy, plans, may_lower=True)
+        workload: Workload = planner.workload(lengths, kv)
+        least = smallest_estimate(planner.size, workload).peak_bytes
+        assert plan_residency(planner.size, workload, least - 1, SPEED) is None
+        whole = planner.size.nbytes + kv[0].nbytes + workload.activations(2048, False).nbytes
+        budget = draw.choice([least, int(least + draw.random() * (whole - least))])
+        plan = plan_residency(planner.size, workload, budget, SPEED)
+        assert plan is not None
+        assert plan.estimate.peak_bytes <= budget
+        with offloaded(folder, plan, limit_bytes=budget, dtype=dtype) as (model, offload):
+            with offload.accelerator.host(plan.hidden_on_host):
+                context_ids, suffix_ids = (
+                    torch.randint(3, 384, (count,)) for count in (lengths.layout.context_len, suffix)
+                )
+            cache = MixedKVCache(planner.geometry(lengths), lengths.layout, lengths.tail, dtype)
+            logits = prefill(
+                model,
+                cache,
+                context_ids,
+                suffix_ids,
+                plans(plan.kv_policy)[0],
+                segment_tokens=plan.segment_tokens,
+                offload=offload,
+                hidden_on_host=plan.hidden_on_host,
+            )
+            sampler = Sampler(temperature=draw.choice([0.0, 0.8]), top_k=0, top_p=0.9, seed=1)
+            step = DecodeStep(model, cache)
+            for _ in range(generated - 1):
+                logits = step(torch.tensor([sampler.draw(logits, cache.get_seq_length())]))
+            ledger = offload.accelerator.ledger
+            assert ledger is not None
+            peak = ledger.peak_bytes
+        label = (case, family, str(dtype), lengths, plan)
+        assert peak <= plan.estimate.peak_bytes <= budget, label
+        assert plan.estimate.peak_bytes <= 1.1 * peak, label
+        streamed += bool(plan.streamed)
+        on_host += plan.hidden_on_host
+    # The cases are of every kind.
+    assert CASES // 4 <= streamed < CASES
+    assert on_host >= CASES // 10

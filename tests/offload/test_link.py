@@ -1,0 +1,116 @@
+"""The emulated link: order, rates, errors, and an end at any moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from cocktail.offload.link import EmulatedLink, host_buffer, pause_until
+
+
+@dataclass
+class Source:
+    """Bytes of one value, after a wait for `gate`."""
+
+    value: int
+    nbytes: int = 1000
+    gate: threading.Event = field(default_factory=threading.Event)
+    view: None = None
+    error: Exception | None = None
+
+    def read_into(self, buffer: torch.Tensor) -> None:
+        assert self.gate.wait(10)
+        if self.error:
+            raise self.error
+        buffer.fill_(self.value)
+
+
+def opened(value: int, nbytes: int = 1000) -> Source:
+    source = Source(value, nbytes)
+    source.gate.set()
+    return source
+
+
+def test_copies_arrive_one_after_another_in_the_order_asked_for() -> None:
+    link = EmulatedLink()
+    first, second = Source(1), opened(2)
+    target = torch.zeros(1000, dtype=torch.uint8)
+    arrivals = [link.start(target, first), link.start(target, second)]
+    assert int(target.max()) == 0  # neither has come: the first one is not there to copy
+    first.gate.set()
+    for arrival in arrivals:
+        arrival.wait()
+    assert target.unique().tolist() == [2]
+    link.close()
+
+
+def test_a_copy_takes_as_long_as_the_rate_says_and_the_next_one_waits_for_it() -> None:
+    link = EmulatedLink(1e6)
+    target = torch.zeros(20_000, dtype=torch.uint8)
+    began = time.perf_counter()
+    arrivals = [link.start(target, opened(value, 20_000)) for value in (1, 2)]
+    arrivals[0].wait()
+    first = time.perf_counter() - began
+    arrivals[1].wait()
+    second = time.perf_counter() - began
+    link.occupy(10_000)
+    third = time.perf_counter() - began
+    # An emulated copy must not end early; how late it ends is the machine's affair.
+    assert first >= 0.02
+    assert second >= 0.04
+    assert third >= 0.05
+    assert link.busy_seconds == pytest.approx(0.05, rel=0.5)
+    link.close()
+
+
+def test_what_reading_raises_is_raised_where_the_bytes_are_waited_for() -> None:
+    link = EmulatedLink()
+    failing = opened(1)
+    failing.error = OSError("the disk is gone")
+    arrival = link.start(torch.zeros(1000, dtype=torch.uint8), failing)
+    with pytest.raises(OSError, match="disk is gone"):
+        arrival.wait()
+    # The link goes on.
+    target = torch.zeros(1000, dtype=torch.uint8)
+    link.start(target, opened(3)).wait()
+    assert target.unique().tolist() == [3]
+    link.close()
+
+
+def test_closing_drops_what_was_not_begun() -> None:
+    link = EmulatedLink()
+    blocked, waiting = Source(1), opened(2)
+    target, other = (torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
+    link.start(target, blocked)
+    link.start(other, waiting)
+    threading.Timer(0.05, blocked.gate.set).start()
+    link.close()
+    assert target.unique().tolist() == [1]
+    assert other.unique().tolist() == [0]
+    assert not [thread for thread in threading.enumerate() if thread.name == "cocktail-link" and thread.is_alive()]
+
+
+def test_a_pause_never_ends_early() -> None:
+    for seconds in (0.0, 0.0001, 0.003):
+        moment = time.perf_counter() + seconds
+        pause_until(moment)
+        assert time.perf_counter() >= moment
+
+
+def test_host_memory_is_of_the_exact_size() -> None:
+    buffer, why = host_buffer(1_000_003, pinned=False)
+    assert (buffer.numel(), buffer.dtype, why) == (1_000_003, torch.uint8, None)
+    buffer.fill_(7)
+    assert int(buffer.sum(dtype=torch.int64)) == 7 * 1_000_003
+    assert host_buffer(0, pinned=False)[0].numel() == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine that cannot pin memory")
+def test_complaint_28_memory_that_cannot_be_pinned_is_given_with_the_reason() -> None:
+    buffer, why = host_buffer(4096, pinned=True)
+    assert buffer.numel() == 4096
+    assert why

@@ -1,0 +1,65 @@
+"""How much memory can be pinned, on machines that refuse at some point."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cocktail.offload import pinned
+
+MIB = 2**20
+
+
+class Buffer(SimpleNamespace):
+    nbytes: int
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """One that pins up to `limit` bytes; `held` is what is pinned."""
+    state = SimpleNamespace(limit=10**12, held=0, most=0, free=10**12)
+
+    def host_buffer(nbytes: int) -> tuple[Buffer, str | None]:
+        if state.held + nbytes > state.limit:
+            return Buffer(nbytes=nbytes), "refused"
+        state.held += nbytes
+        state.most = max(state.most, state.held)
+        return Buffer(nbytes=nbytes), None
+
+    def unpin(buffer: Buffer) -> None:
+        state.held -= buffer.nbytes
+
+    monkeypatch.setattr(pinned, "host_buffer", host_buffer)
+    monkeypatch.setattr(pinned, "_unpin", unpin)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=state.free))
+    return state
+
+
+@pytest.mark.parametrize("limit", [0, 64 * MIB, 500 * MIB, 1000 * MIB, 1500 * MIB])
+def test_a_limit_is_found_to_one_step_and_all_is_freed(machine: SimpleNamespace, limit: int) -> None:
+    machine.limit = limit
+    found = pinned.pinned_limit()
+    assert found.refusal == "refused"
+    assert limit - 64 * MIB < found.nbytes <= limit
+    assert machine.held == 0
+
+
+def test_a_machine_that_refuses_nothing_is_asked_for_no_more_than_the_cap(machine: SimpleNamespace) -> None:
+    assert pinned.pinned_limit() == pinned.PinnedLimit(2048 * MIB)
+    assert (machine.most, machine.held) == (2048 * MIB, 0)
+
+
+def test_a_quarter_of_the_free_memory_is_taken_at_most(machine: SimpleNamespace) -> None:
+    machine.free = 1024 * MIB
+    assert pinned.pinned_limit() == pinned.PinnedLimit(256 * MIB)
+
+
+def test_without_a_card_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert pinned.pinned_limit() == pinned.PinnedLimit(0, "no CUDA device")
+
+
+@pytest.mark.gpu
+def test_a_card_s_machine_pins_something_in_less_than_a_second() -> None:
+    assert pinned.pinned_limit(256 * MIB).nbytes > 0
