@@ -48,7 +48,17 @@ def model_size(hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSize:
     embedding_bytes = 0 if is_tied else embedding.weight.nbytes
     head_bytes = sum(p.nbytes for p in head.parameters()) if head is not None else 0
     rest = total - sum(layers) - embedding_bytes - head_bytes
-    return ModelSize(layers, slot, embedding_bytes, head_bytes, rest, hf_config.hidden_size, dtype.itemsize)
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return ModelSize(
+        layers=layers,
+        slot=slot,
+        embedding=embedding_bytes,
+        head=head_bytes,
+        rest=rest,
+        hidden_size=hf_config.hidden_size,
+        itemsize=dtype.itemsize,
+        attention_size=head_dim * hf_config.num_attention_heads,
+    )
 
 
 class DryRun:

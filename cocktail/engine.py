@@ -116,7 +116,7 @@ def _answers(
     questions: Sequence[str], job: Job, loaded: LoadedModel, config: Config, recorder: Recorder, watch: Stopwatch
 ) -> Iterator[Answer]:
     _ready_kernels(job, loaded, recorder, watch)
-    cache, logits, stored = _prefill(job, loaded, recorder, watch)
+    cache, logits, stored = _prefill(job, loaded, config, recorder, watch)
     for index, question in enumerate(questions):
         if stored is not None and index > 0:
             del cache, logits  # their memory is the next question's
@@ -191,11 +191,13 @@ def _ready_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Sto
 
 
 def _prefill(
-    job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch
+    job: Job, loaded: LoadedModel, config: Config, reporter: Reporter, watch: Stopwatch
 ) -> tuple[MixedKVCache, torch.Tensor, StoredContext | None]:
     """Document and first question; the document's unquantized KV is kept only if more questions follow."""
     import torch
 
+    from cocktail.model_folder import models_dir
+    from cocktail.offloaded_model import free_host_bytes
     from cocktail.prefill import StoredContext, prefill
     from cocktail.rope import fix_rope
 
@@ -204,6 +206,9 @@ def _prefill(
     accelerator = None if offload is None else offload.accelerator
     stored = StoredContext(accelerator) if len(suffixes) > 1 else None
     on_host = job.residency.hidden_on_host
+    if offload is not None and on_host and job.hidden_bytes(loaded.dtype.itemsize) > free_host_bytes():
+        offload.rows_file = models_dir(config).parent
+        reporter.note("host memory has no room for the hidden states: they are kept in a file meanwhile")
     home = torch.device("cpu") if on_host else loaded.device
     layers = job.geometry.num_layers
     with (

@@ -54,6 +54,11 @@ class Job:
         """The longest that the sequence can become."""
         return self.layout.context_len + self.reading.tail_capacity
 
+    def hidden_bytes(self, itemsize: int) -> int:
+        """Bytes of the hidden states of context and suffix."""
+        tokens = self.layout.context_len + max(map(len, self.reading.suffixes))
+        return tokens * int(self.reading.hf_config.hidden_size) * itemsize
+
     @property
     def context_ids(self) -> list[int]:
         """The tokens before the suffix: template prefix and document."""
@@ -70,11 +75,11 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     """
     device, dtype = resolve_device_dtype(config, reading.hf_config)
     on_cuda = device.type == "cuda"
-    free_bytes = _free_bytes(on_cuda)
+    available = free_bytes(on_cuda)
     # A card has a limit whether or not one is given.
     is_auto = config.vram_auto or (on_cuda and config.vram_bytes is None)
-    budget_bytes = int(free_bytes * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
-    limit_bytes = free_bytes if budget_bytes is None else budget_bytes
+    budget_bytes = int(available * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
+    limit_bytes = available if budget_bytes is None else budget_bytes
     check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
     several = len(reading.suffixes) > 1
     with loading(reading.folder, "configuration"):
@@ -146,7 +151,7 @@ def check_link(config: Config, device: torch.device, *, emulated: bool) -> None:
         )
 
 
-def _free_bytes(on_cuda: bool) -> int:
+def free_bytes(on_cuda: bool) -> int:
     """Memory that this run may take: of the card, its own context included, or of this machine, swap included."""
     if on_cuda:
         # What the encoder left cached is free for the model.

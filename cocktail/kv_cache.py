@@ -156,6 +156,11 @@ class MixedKVCache(Cache):
             return None
         return TailView(layer, layer.context_kept + current.start + 1, current.masks[layer.window])
 
+    def reserve(self, plan: BitPlan) -> SegmentArena:
+        """Takes the memory of all layers' segments; whoever knows the plan early does it before anything else is held."""
+        self._arena = SegmentArena(self.geometry, self.layout, plan, self.dtype, self.device, self.reorder)
+        return self._arena
+
     def seal(self, layer_idx: int, context: LayerContext, plan: BitPlan) -> None:
         """Turns a layer's unquantized context into segments: one per precision class, lowest first.
 
@@ -168,11 +173,12 @@ class MixedKVCache(Cache):
             layer.key[:, : layer.context_kept] = context.key[:, first:]
             layer.value[:, : layer.context_kept] = context.value[:, first:]
             return
-        if self._arena is None or not self._arena.claim(layer_idx, plan):
-            self._arena = SegmentArena(self.geometry, layout, plan, self.dtype, self.device, self.reorder)
-            self._arena.claim(layer_idx, plan)
+        arena = self._arena
+        if arena is None or not arena.claim(layer_idx, plan):
+            arena = self.reserve(plan)
+            arena.claim(layer_idx, plan)
         layer.segments = SegmentTable(
-            context_segments(context, layout, *plan.layer(layer_idx), self._arena.allocate, self.reorder)
+            context_segments(context, layout, *plan.layer(layer_idx), arena.allocate, self.reorder)
         )
 
     def commit(self, slots: Sequence[int]) -> None:

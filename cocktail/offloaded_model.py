@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStrea
 
 # Host memory that the streamed layers leave to everything else.
 HOST_MARGIN_BYTES = 1_000_000_000
+_ROWS_AT_A_TIME = 4096
 
 # Where a parameter lies: its module and its name there; several for one that is tied.
 _Places = list[tuple[nn.Module, str]]
@@ -39,9 +43,11 @@ class Offload:
     def __init__(self, accelerator: Accelerator, stream: WeightStream | None, host: HostWeights | None) -> None:
         self.accelerator, self.stream, self.host = accelerator, stream, host
         self._embeds_to_host = self._looks_up = False
+        # Where hidden states are kept that host memory has no room for either: a folder; None: in memory.
+        self.rows_file: Path | None = None
 
     @contextmanager
-    def hidden_on_host(self) -> Any:
+    def hidden_on_host(self) -> Iterator[None]:
         """Inside, embeddings are left in host memory: a prefill keeps its hidden states there."""
         self._embeds_to_host = True
         try:
@@ -55,10 +61,28 @@ class Offload:
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             with self.accelerator.host():
+                if self._embeds_to_host and self.rows_file is not None:
+                    return self._rows_in_file(ids.cpu(), own, self.rows_file)
                 rows: torch.Tensor = own(ids.cpu())
             return rows if self._embeds_to_host else self.accelerator.fetch(rows)
 
         embedding.forward = forward
+
+    @staticmethod
+    def _rows_in_file(ids: torch.Tensor, own: Callable[[torch.Tensor], torch.Tensor], folder: Path) -> torch.Tensor:
+        """Embeddings in a nameless file, mapped; the file goes with the tensor."""
+        first = own(ids[:, :1])
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix="hidden-")
+        try:
+            shape = (*ids.shape, first.shape[-1])
+            rows = torch.from_file(name, shared=True, size=math.prod(shape), dtype=first.dtype).view(shape)
+        finally:
+            os.close(descriptor)
+            Path(name).unlink()
+        for start in range(0, ids.shape[1], _ROWS_AT_A_TIME):
+            rows[:, start : start + _ROWS_AT_A_TIME] = own(ids[:, start : start + _ROWS_AT_A_TIME])
+        return rows
 
     @property
     def why_eager(self) -> str | None:
@@ -78,6 +102,11 @@ class Offload:
         if self.stream is not None:
             self.stream.close()
         self.accelerator.close()
+
+
+def free_host_bytes() -> int:
+    """Host memory that may be taken, a margin left free."""
+    return psutil.virtual_memory().available - HOST_MARGIN_BYTES
 
 
 def empty_model(hf_config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
@@ -103,7 +132,7 @@ def load_offloaded(
     *,
     attn_implementation: str = "cocktail",
     advance: Callable[[int], None] = lambda layers: None,
-    free_host_bytes: int | None = None,
+    host_bytes: int | None = None,
 ) -> tuple[PreTrainedModel, Offload]:
     """The decoder, its layers where the plan wants them; weights are read once, straight to their place.
 
@@ -115,7 +144,7 @@ def load_offloaded(
         load_whole: loads all weights into host memory, for a folder whose files know them by other names or in other
             pieces than the model does; raises ModelError for one that lacks some.
         advance: called with 1 after every layer.
-        free_host_bytes: what the streamed layers may take of host memory; None: what is free, less a margin.
+        host_bytes: what the streamed layers may take of host memory; None: what is free, less a margin.
 
     Raises:
         ModelError: Weights are missing, have another shape, or are cut.
@@ -157,7 +186,8 @@ def load_offloaded(
                 to_device(name)
             advance(1)
     _move_buffers(model, set(on_host), accelerator)
-    stream, host = _stream(layers, plan.streamed, checkpoint, model, accelerator, advance, free_host_bytes)
+    limit = free_host_bytes() if host_bytes is None else host_bytes
+    stream, host = _stream(layers, plan.streamed, checkpoint, model, accelerator, advance, limit)
     offload = Offload(accelerator, stream, host)
     if on_host:
         offload.look_up_on_host(embedding)
@@ -214,12 +244,10 @@ def _stream(
     model: PreTrainedModel,
     accelerator: Accelerator,
     advance: Callable[[int], None],
-    free_host_bytes: int | None,
+    free_bytes: int,
 ) -> tuple[WeightStream | None, HostWeights | None]:
     if not streamed:
         return None, None
-    if free_host_bytes is None:
-        free_host_bytes = psutil.virtual_memory().available - HOST_MARGIN_BYTES
     layouts = []
     for index in streamed:
         prefix = next(name for name, module in model.named_modules() if module is layers[index])
@@ -230,7 +258,7 @@ def _stream(
         host = hold(
             [(layout, _reader(checkpoint, prefix)) for prefix, layout in layouts],
             pinned=accelerator.device.type == "cuda",
-            free_bytes=free_host_bytes,
+            free_bytes=free_bytes,
             advance=advance,
         )
     streamed_layers = {

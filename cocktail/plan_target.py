@@ -10,7 +10,7 @@ import torch
 
 from cocktail.config import Config
 from cocktail.errors import UsageError
-from cocktail.job import AUTO_MARGIN, _free_bytes, check_link, speed_of
+from cocktail.job import AUTO_MARGIN, check_link, free_bytes, speed_of
 from cocktail.model import resolve_device_dtype
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.gpu_cards import GpuCard
@@ -52,16 +52,16 @@ def this_machine(hf_config: Any, config: Config, *, emulates: bool) -> Target:
     """
     device, dtype = resolve_device_dtype(config, hf_config)
     on_card = device.type == "cuda"
-    free_bytes = _free_bytes(on_card)
+    available = free_bytes(on_card)
     is_auto = config.vram_auto or (on_card and config.vram_bytes is None)
-    budget_bytes = int(free_bytes * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
+    budget_bytes = int(available * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
     check_link(config, device, emulated=not on_card and (emulates or budget_bytes is not None))
     return Target(
         name=torch.cuda.get_device_name(device) if on_card else platform.processor() or platform.machine(),
         on_card=on_card,
         dtype=dtype,
         budget_bytes=budget_bytes,
-        limit_bytes=free_bytes if budget_bytes is None else budget_bytes,
+        limit_bytes=available if budget_bytes is None else budget_bytes,
         speed=speed_of(device, dtype, config),
         is_measured=True,
     )

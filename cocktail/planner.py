@@ -26,8 +26,8 @@ LOWER_KV = {
     "cocktail": ("int2",),
     "cocktail-paper": ("int2",),
 }
-# How closely the longest document that fits is told, in tokens.
-_LENGTH_STEP = 100
+# How closely the longest document that fits is told: to this part of the document's length.
+_LENGTH_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Planner:
         needed = format_bytes(least.peak_bytes, math.ceil)
         longest = self._longest(lengths, workload, limit_bytes)
         document = (
-            f"read {longest:,} of the document's {lengths.document:,} tokens (--pages)"
+            f"read fewer pages (--pages): {longest:,} of the document's {lengths.document:,} tokens would fit"
             if longest
-            else "take a smaller model (-m): this one does not fit even without a document"
+            else "take a smaller model (-m): this one does not fit even with the shortest document"
         )
         what = "needs at least" if self._has_budget else "needs"
         return BudgetError(
@@ -139,17 +139,18 @@ class Planner:
         return smallest_estimate(self.size, workload, may_offload=self._has_budget)
 
     def _longest(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> int:
-        """Tokens of the longest document that fits, in hundreds; 0 if none does."""
+        """Tokens of the longest document that fits, to a hundredth of this one's; 0 if none does."""
         policy = workload.kv[-1].policy
 
-        def needed(document: int) -> int:
+        def fits(document: int) -> bool:
             shorter = replace(lengths, document=document)
             scores = np.zeros(shorter.layout.num_chunks, dtype=np.float32)
             kv = self.kv_choices(shorter, policy, lambda name: [plan_bits(name, scores, 0.6, 0.1)], may_lower=False)
-            return self._least(self.workload(shorter, kv)).peak_bytes
+            return self._least(self.workload(shorter, kv)).peak_bytes <= limit_bytes
 
-        low, high = 0, lengths.document // _LENGTH_STEP
+        step = max(1, lengths.document // _LENGTH_STEPS)
+        low, high = 0, lengths.document // step
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if needed(middle * _LENGTH_STEP) <= limit_bytes else (low, middle)
-        return low * _LENGTH_STEP
+            low, high = (middle, high) if fits(middle * step) else (low, middle)
+        return low * step

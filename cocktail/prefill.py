@@ -103,6 +103,7 @@ def prefill(
     """
     context_len, suffix_len = context_ids.shape[0], suffix_ids.shape[0]
     assert context_len == cache.layout.context_len
+    cache.reserve(plan)
     device = cache.device
     windows = set(cache.geometry.windows)
     max_rows = min(segment_tokens, context_len)

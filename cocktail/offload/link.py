@@ -241,7 +241,9 @@ def host_buffer(nbytes: int, pinned: bool = True) -> tuple[torch.Tensor, str | N
     """
     import mmap
 
-    block = mmap.mmap(-1, max(nbytes, 1))
+    # Shared memory, the default, has a limit of its own on many systems.
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    block = mmap.mmap(-1, max(nbytes, 1), **options)
     buffer = torch.frombuffer(block, dtype=torch.uint8)[:nbytes]
     return buffer, _register(buffer) if pinned else None
 

@@ -32,6 +32,7 @@ class ModelSize:
         head: of the output layer.
         rest: the final norm and what else there is.
         hidden_size, itemsize: values of a hidden state, and bytes of a value.
+        attention_size: values of a layer's query heads together.
     """
 
     layers: tuple[int, ...]
@@ -41,6 +42,7 @@ class ModelSize:
     rest: int
     hidden_size: int
     itemsize: int
+    attention_size: int
 
     @property
     def nbytes(self) -> int:
@@ -163,10 +165,11 @@ def smallest_estimate(size: ModelSize, workload: Workload, *, may_offload: bool 
     """
     kv = min(workload.kv, key=lambda choice: choice.nbytes)
     num_layers = len(size.layers)
-    placements = _placements(size) if may_offload else ((rows, False, False) for rows in SEGMENT_TOKENS)
+    # Shorter segments never take more.
+    shortest = [placement for placement in _placements(size) if placement[0] == SEGMENT_TOKENS[-1]]
     estimates = (
         _estimate(size, workload, kv, NO_DRAFT, spread(num_layers, count), *placement)
-        for placement in placements
+        for placement in (shortest if may_offload else shortest[:1])
         for count in ((0, num_layers) if may_offload else (0,))
     )
     return min(estimates, key=lambda estimate: estimate.peak_bytes)
@@ -262,9 +265,10 @@ def _plan(
     verify = speed.pass_seconds(decoder + size.head, kv.nbytes, draft.rows, size.itemsize)
     kept = decoder - moved + sum(draft.substitute_bytes(size.layers[index], size.itemsize) for index in streamed)
     step = speed.pass_seconds(kept + size.head, kv.nbytes, 1, size.itemsize)
-    # Every segment reads the layers anew.
+    # Every segment reads the layers anew; a token attends to half of the others, two operations for key and for value.
     reading = -(-tokens // segment_tokens) * speed.pass_seconds(decoder, 0, 0, size.itemsize)
-    compute = max(reading, speed.pass_seconds(decoder, 0, tokens, size.itemsize))
+    attention = len(size.layers) * 2 * size.attention_size * tokens**2 / speed.operations
+    compute = max(reading, speed.pass_seconds(decoder, 0, tokens, size.itemsize) + attention)
     rows_moved = 2 * len(size.layers) * tokens * size.hidden_size * size.itemsize if hidden_on_host else 0
     return ResidencyPlan(
         budget_bytes=budget_bytes,

@@ -59,7 +59,7 @@ def offloaded(
     try:
         with accelerator.active():
             model, offload = load_offloaded(
-                folder, config, dtype, plan, accelerator, load_whole, free_host_bytes=free_host_bytes
+                folder, config, dtype, plan, accelerator, load_whole, host_bytes=free_host_bytes
             )
             if offload.stream is not None:
                 offload.stream.attach()

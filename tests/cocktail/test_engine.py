@@ -227,7 +227,7 @@ def test_more_memory_than_there_is_is_refused_without_a_budget_too(
 ) -> None:
     from cocktail import job
 
-    monkeypatch.setattr(job, "_free_bytes", lambda on_cuda: 1000)
+    monkeypatch.setattr(job, "free_bytes", lambda on_cuda: 1000)
     with pytest.raises(BudgetError):
         ask(document, config)
 

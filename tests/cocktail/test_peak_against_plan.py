@@ -35,10 +35,10 @@ def model_folders(parent: Path) -> Iterator[tuple[str, Path]]:
     for index in range(MODELS):
         family = list(FAMILIES)[index % len(FAMILIES)]
         changes: dict[str, Any] = {
-            "hidden_size": draw.choice([64, 128, 192]),
+            "hidden_size": draw.choice([64, 128]),
             "intermediate_size": draw.choice([96, 256, 512]),
             "num_attention_heads": 4,
-            "num_key_value_heads": draw.choice([1, 2, 4]),
+            "num_key_value_heads": draw.choice([1, 2]),
             "vocab_size": draw.choice([384, 1000, 4000]),
         }
         if family not in ("smollm3", "gemma3"):  # their layers are listed one by one

@@ -25,7 +25,14 @@ from cocktail.offload.speed import DeviceSpeed
 # The proportions of Qwen2.5-7B, in MB.
 MB = 10**6
 SIZE = ModelSize(
-    layers=(466 * MB,) * 28, slot=466 * MB, embedding=1090 * MB, head=1090 * MB, rest=7168, hidden_size=3584, itemsize=2
+    layers=(466 * MB,) * 28,
+    slot=466 * MB,
+    embedding=1090 * MB,
+    head=1090 * MB,
+    rest=7168,
+    hidden_size=3584,
+    itemsize=2,
+    attention_size=3584,
 )
 SPEED = DeviceSpeed(link_bytes=25e9, memory_bytes=400e9, operations=80e12)
 HIDDEN = 230 * MB
@@ -117,7 +124,7 @@ def test_kv_precision_is_lowered_only_where_nothing_else_fits() -> None:
 def test_the_smallest_estimate_is_where_plans_begin(
     layers: int, layer: int, embedding: int, kv: int, head: int
 ) -> None:
-    size = ModelSize((layer * MB,) * layers, layer * MB, embedding * MB, head * MB, 1000, 512, 2)
+    size = ModelSize((layer * MB,) * layers, layer * MB, embedding * MB, head * MB, 1000, 512, 2, 512)
     load = workload(("cocktail", kv * MB))
     least = smallest_estimate(size, load).peak_bytes
     assert plan_residency(size, load, least - 1, SPEED) is None
