@@ -106,7 +106,7 @@ class ModelInfo:
     device: str
 
 
-NOT_IN_JSON = ("reasoning", "steps")
+NOT_IN_JSON = ("reasoning", "steps", "streaming")
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class Answer:
     # Not part of the JSON object.
     reasoning: str = field(default="", compare=False)
     steps: str = field(default="", compare=False)
+    streaming: str = field(default="none", compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON object; never holds NaN."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 
 from cocktail.errors import ModelError
 from cocktail.model_folder import safetensors_header, weight_files
@@ -27,8 +26,12 @@ class Checkpoint(Protocol):
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills a contiguous tensor of the weight's shape in host memory; another dtype is converted to."""
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """The weight as a tensor that takes no memory of its own where it is mapped from a file."""
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        """Some rows of a matrix, [num_indices, columns], in the dtype that they are stored in; the rest is not read.
+
+        Args:
+            indices: [num_indices], int64.
+        """
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,13 @@ class SafetensorsCheckpoint:
                 )
             buffer, offset = buffer[count:], offset + count
 
-    def mapped(self, name: str) -> torch.Tensor:
-        with safe_open(self._places[name].file, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        place = self._places[name]
+        found = torch.empty((len(indices), *place.shape[1:]), dtype=place.dtype)
+        row_bytes = place.dtype.itemsize * place.shape[1]
+        for row, index in zip(found, indices.tolist(), strict=True):
+            self._fill(place, place.offset + index * row_bytes, row)
+        return found
 
     def __del__(self) -> None:
         for descriptor in self._open.values():
@@ -110,8 +116,8 @@ class LoadedCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         out.copy_(self._tensors[name])
 
-    def mapped(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        return self._tensors[name][indices]
 
 
 class RenamedCheckpoint:
@@ -127,8 +133,8 @@ class RenamedCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         self._checkpoint.read(self._names[name], out)
 
-    def mapped(self, name: str) -> torch.Tensor:
-        return self._checkpoint.mapped(self._names[name])
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        return self._checkpoint.rows(self._names[name], indices)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

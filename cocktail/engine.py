@@ -352,6 +352,7 @@ def _answer(
         warnings=tuple(warnings),
         reasoning=generation.reasoning,
         steps=generation.steps,
+        streaming="none" if loaded.offload is None else loaded.offload.describe(),
     )
 
 

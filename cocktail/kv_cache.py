@@ -157,7 +157,7 @@ class MixedKVCache(Cache):
         return TailView(layer, layer.context_kept + current.start + 1, current.masks[layer.window])
 
     def reserve(self, plan: BitPlan) -> SegmentArena:
-        """Takes the memory of all layers' segments; whoever knows the plan early does it before anything else is held."""
+        """Takes the memory of all layers' segments; done before anything else is held where the plan is known."""
         self._arena = SegmentArena(self.geometry, self.layout, plan, self.dtype, self.device, self.reorder)
         return self._arena
 

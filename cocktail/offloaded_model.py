@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from cocktail.checkpoint import Checkpoint, RenamedCheckpoint, open_checkpoint, stored_names
 from cocktail.offload.accelerator import Accelerator
+from cocktail.offload.budget import format_bytes
 from cocktail.offload.host_weights import HostWeights, LayerLayout, hold
 from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStream
@@ -55,9 +56,20 @@ class Offload:
         finally:
             self._embeds_to_host = False
 
-    def look_up_on_host(self, embedding: Any) -> None:
-        """Makes an embedding whose weight is in host memory give its rows where they are wanted; exact."""
-        own, self._looks_up = embedding.forward, True
+    def look_up_on_host(self, embedding: Any, read_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Makes an embedding look its rows up in the model's files, and give them where they are wanted; exact.
+
+        Args:
+            embedding: holds no weight of its own.
+            read_rows: rows of its weight by number, in the run's dtype.
+        """
+        forward_rows, self._looks_up = embedding.forward, True
+
+        def own(ids: torch.Tensor) -> torch.Tensor:
+            needed, places = torch.unique(ids, return_inverse=True)
+            embedding._parameters["weight"] = nn.Parameter(read_rows(needed), requires_grad=False)
+            rows: torch.Tensor = forward_rows(places)
+            return rows
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             with self.accelerator.host():
@@ -96,6 +108,19 @@ class Offload:
         """The most that the device held, context left out."""
         ledger = self.accelerator.ledger
         return torch.cuda.max_memory_reserved(self.accelerator.device) if ledger is None else ledger.peak_bytes
+
+    def describe(self) -> str:
+        """What was streamed so far, for the statistics."""
+        if self.stream is None or self.host is None:
+            return "none"
+        stats, layers = self.stream.stats, len(self.stream.layers)
+        kept = "the model's files" if self.host.from_files else "host memory"
+        if self.accelerator.device.type == "cuda" and not self.host.from_files:
+            kept = f"{'pinned' if self.host.why_pageable is None else 'pageable'} {kept}"
+        return (
+            f"{layers} layers, {format_bytes(self.host.nbytes)} in {kept}; {sum(stats.used.values()):,} layers copied, "
+            f"{stats.waited_seconds:.2f} s waited for copies"
+        )
 
     def close(self) -> None:
         """Ends the streaming."""
@@ -175,10 +200,6 @@ def load_offloaded(
         only_looked_up = all(on_host.get(module) == attribute for module, attribute in places[name])
         if name not in in_layers and not only_looked_up:
             to_device(name)
-    if on_host:
-        name = next(name for name, where in places.items() if (embedding, "weight") in where)
-        with accelerator.host():
-            embedding._parameters["weight"] = nn.Parameter(checkpoint.mapped(name).to(dtype), requires_grad=False)
     streamed = set(plan.streamed)
     for index, layer in enumerate(names):
         if index not in streamed:
@@ -190,7 +211,8 @@ def load_offloaded(
     stream, host = _stream(layers, plan.streamed, checkpoint, model, accelerator, advance, limit)
     offload = Offload(accelerator, stream, host)
     if on_host:
-        offload.look_up_on_host(embedding)
+        name = next(name for name, where in places.items() if (embedding, "weight") in where)
+        offload.look_up_on_host(embedding, lambda rows: checkpoint.rows(name, rows).to(dtype))
     return model, offload
 
 

@@ -140,22 +140,36 @@ def prefill(
 def extend(
     model: PreTrainedModel, cache: MixedKVCache, ids: torch.Tensor, *, segment_tokens: int = MAX_SEGMENT_TOKENS
 ) -> torch.Tensor:
-    """Runs more tokens at the end of the tail and commits them.
+    """Runs more tokens at the end of the tail and commits them, in one pass over the layers.
 
     Over a sealed context with an empty tail this is the suffix part of `prefill`: the same computation.
 
     Args:
         ids: [rows], int64, rows >= 1.
+        segment_tokens: rows of one segment.
 
     Returns:
         Logits of the last position, [vocab_size], the model's dtype.
     """
-    for start, stop in spans(ids.shape[0], segment_tokens):
-        first, rows = cache.tail_len, stop - start
-        positions = torch.arange(rows, device=cache.device) + cache.get_seq_length()
-        cache.begin_tail(first, causal_rows(first, rows, cache.device) if rows > 1 else None, positions)
-        logits = forward_logits(model, ids[start:stop], positions, cache, logits_to_keep=1)
-        cache.commit(range(first, first + rows))
+    first, rows, length = cache.tail_len, ids.shape[0], cache.get_seq_length()
+    positions = torch.arange(length, length + rows, device=cache.device)
+
+    def begin(start: int, stop: int) -> None:
+        seen = causal_rows(first + start, stop - start, cache.device) if rows > 1 else None
+        cache.begin_tail(first + start, seen, positions[start:stop])
+
+    def run_layer(index: int, run: Callable[[int, int], None]) -> None:
+        for start, stop in spans(rows, segment_tokens):
+            begin(start, stop)
+            run(start, stop)
+
+    if rows > segment_tokens:
+        with layer_major(model, run_layer, DeviceRows()):
+            logits = forward_logits(model, ids, positions, cache, logits_to_keep=1)
+    else:
+        begin(0, rows)
+        logits = forward_logits(model, ids, positions, cache, logits_to_keep=1)
+    cache.commit(range(first, first + rows))
     return logits[-1]
 
 

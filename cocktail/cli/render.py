@@ -19,6 +19,7 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -241,6 +242,7 @@ class TerminalReporter:
             BarColumn(bar_width=30),
             _AmountColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
             console=self.console,
             transient=True,
             redirect_stdout=False,
@@ -274,6 +276,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         ("budget", budget + (" (emulated)" if plan.emulated else "")),
         ("peak", f"{format_bytes(plan.estimated_peak_bytes)} estimated, {measured} measured"),
         ("layers", f"{plan.resident_layers} resident, {plan.offloaded_layers} offloaded"),
+        ("streamed", answer.streaming),
         ("decode steps", answer.steps),
         ("speculation", speculation.mode + (f" ({speculation.why_off})" if speculation.why_off else "")),
         ("cache", f"document {answer.cache.document}, kv {answer.cache.kv}"),

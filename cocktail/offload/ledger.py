@@ -70,15 +70,23 @@ class Ledger(TorchDispatchMode):
             return
         self._storages[address] = weakref.ref(storage, self._forget(address)), nbytes
         self.held_bytes += nbytes
+        if self.limit_bytes is not None and self.held_bytes > self.limit_bytes:
+            self._recount()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if self.limit_bytes is not None and self.held_bytes > self.limit_bytes:
             raise LedgerOutOfMemoryError(
                 f"the emulated device has {self.limit_bytes:,} bytes and {self.held_bytes:,} would be in use"
             )
 
+    def _recount(self) -> None:
+        """Forgets storages whose end went unnoticed: an interrupt that arrives while one is told of is lost."""
+        self._storages = {address: kept for address, kept in self._storages.items() if kept[0]() is not None}
+        self.held_bytes = sum(nbytes for _, nbytes in self._storages.values())
+
     def _forget(self, address: int) -> Callable[[object], None]:
         def forget(_: object) -> None:
-            self.held_bytes -= self._storages.pop(address)[1]
+            kept = self._storages.pop(address, None)
+            self.held_bytes -= 0 if kept is None else kept[1]
 
         return forget
 

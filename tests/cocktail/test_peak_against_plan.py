@@ -58,9 +58,9 @@ def test_no_run_passes_its_budget_and_estimates_are_close(tmp_path: Path) -> Non
         hf_config = load_config(ModelFolder(folder, family, ""))
         dtype = draw.choice([torch.float32, torch.bfloat16])
         planner = Planner(hf_config, dtype, on_card=False, has_budget=True)
-        suffix, generated = draw.randint(5, 200), draw.randint(2, 40)
+        suffix, generated = draw.randint(5, 200), draw.randint(2, 8)
         lengths = Lengths(
-            draw.randint(0, 40), draw.randint(40, 3000), suffix, suffix + generated, draw.choice([16, 32])
+            draw.randint(0, 40), draw.randint(40, 1500), suffix, suffix + generated, draw.choice([16, 32])
         )
         scores = np.random.default_rng(case).random(lengths.layout.num_chunks).astype(np.float32)
         policy = draw.choice(POLICIES)

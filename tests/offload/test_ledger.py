@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,16 @@ def test_other_threads_are_not_counted() -> None:
         thread.join()
         assert held[0].nbytes == 4000
         assert ledger.held_bytes == 0
+
+
+def test_storages_whose_end_went_unnoticed_are_found_before_memory_runs_out() -> None:
+    with Ledger(4000) as ledger:
+        lost = torch.empty(900)
+        address = lost.untyped_storage()._cdata
+        # As if an interrupt had ended the call that tells of it.
+        ledger._storages[address] = (weakref.ref(lost.untyped_storage()), lost.nbytes)
+        del lost
+        assert ledger.held_bytes == 3600
+        kept = torch.empty(500)
+        assert ledger.held_bytes == kept.nbytes == 2000
+    assert ledger.peak_bytes == 3600
