@@ -64,6 +64,8 @@ class Offload:
             read_rows: rows of its weight by number, in the run's dtype.
         """
         forward_rows, self._looks_up = embedding.forward, True
+        # It matters to gradients alone, and names a row that is not read.
+        embedding.padding_idx = None
 
         def own(ids: torch.Tensor) -> torch.Tensor:
             needed, places = torch.unique(ids, return_inverse=True)

@@ -1,4 +1,4 @@
-"""What people see on standard error: progress, notes, sources, statistics. The only file that imports Rich."""
+"""What people see on standard error: progress, notes, sources, statistics. Other files that import Rich: `render_*`."""
 
 from __future__ import annotations
 

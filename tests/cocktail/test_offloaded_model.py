@@ -171,6 +171,15 @@ def test_checkpoints_of_the_base_model_alone_and_pytorch_files_are_read(make_mod
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_an_embedding_with_a_padding_row_is_looked_up_on_the_host(make_model: MakeModel, tmp_path: Path) -> None:
+    whole = make_model("llama", "cocktail", pad_token_id=300)
+    folder = saved(whole, tmp_path)
+    expected = run(whole)
+    with offloaded(folder, plan_of(3, 3, embedding_on_host=True)) as (model, offload):
+        found = run(model, offload=offload)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_only_what_is_resident_counts_on_the_device(make_model: MakeModel, tmp_path: Path) -> None:
     whole = make_model("llama", "cocktail", num_hidden_layers=6)
     folder = saved(whole, tmp_path)
