@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cocktail.decode_step import DecodeStep
+from cocktail.interrupts import check_interrupt
 from cocktail.kv_cache import MixedKVCache
 from cocktail.sampling import Sampler
 from cocktail.text_stream import Detokenizer, ReasoningSplitter, StopMatcher
@@ -87,6 +88,7 @@ def generate(
                 break
             if len(result.token_ids) == max_tokens:
                 break
+            check_interrupt()
             logits = step(torch.tensor([token_id], device=cache.device))
     except KeyboardInterrupt:
         result.finish_reason = "interrupted"

@@ -170,24 +170,11 @@ def _read(request: Request, reporter: Reporter) -> Document:
 
 
 def _ready_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch) -> None:
-    """Loads the CPU's kernels, or compiles them, before they are timed; the first time on a machine it says so.
+    from cocktail.ready_kernels import ready_kernels
 
-    Compiling is part of the run's total and of no stage's time.
-    """
-    from cocktail.interruptible import interruptible
-    from cocktail.kernels.compiled import cpu_kernels, is_compiled, warm_up
-
-    if loaded.device.type != "cpu" or not cpu_kernels():
-        return
     heads: int = job.reading.hf_config.num_attention_heads
-    kernel = (job.geometry.head_dim, heads // job.geometry.num_kv_heads, loaded.dtype)
-    if not is_compiled(*kernel):
-        reporter.note("compiling the kernels for this CPU: once, about half a minute.")
-        with reporter.stage("compile"):
-            # The compiler calls back into Python where an interrupt would be lost.
-            interruptible(lambda: warm_up(*kernel))
-    with watch.measure("load"):
-        warm_up(*kernel)
+    group = heads // job.geometry.num_kv_heads
+    ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, watch)
 
 
 def _prefill(

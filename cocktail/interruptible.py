@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from cocktail.interrupts import check_interrupt
+
 _JOIN_SECONDS = 0.1
 T = TypeVar("T")
 
@@ -29,6 +31,7 @@ def interruptible(work: Callable[[], T]) -> T:
         try:
             result, error = done.get(timeout=_JOIN_SECONDS)
         except queue.Empty:
+            check_interrupt()
             continue
         if error is not None:
             raise error

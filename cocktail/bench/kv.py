@@ -25,10 +25,12 @@ from cocktail.context import KVGeometry
 from cocktail.document import read_document
 from cocktail.engine import Request
 from cocktail.errors import BudgetError, ModelError, UsageError
+from cocktail.interrupts import check_interrupt
 from cocktail.model import LoadedModel, load_model, resolve_device_dtype
 from cocktail.model_folder import ModelFolder
 from cocktail.model_source import resolve_model
 from cocktail.reading import read_for_questions
+from cocktail.ready_kernels import ready_kernels
 from cocktail.report import Reporter, SilentReporter
 from cocktail.stopwatch import Stopwatch
 
@@ -126,6 +128,7 @@ class _Bench:
         """Builds and warms up the variant of every row; one that fails leaves its reason."""
         ready = []
         for row in rows:
+            check_interrupt()
             try:
                 with self.reporter.stage(f"{row.name} warm-up"):
                     variant = self._variant(row.name)
@@ -145,6 +148,7 @@ class _Bench:
         settings = row.best_settings() or variant.settings
         with self.reporter.stage(stage, total=len(settings), unit="runs") as advance:
             for setting in settings:
+                check_interrupt()
                 try:
                     with PeakMemory(self.device) as memory:
                         run = variant.run(setting)
@@ -173,7 +177,11 @@ class _Bench:
     def _own_model(self) -> LoadedModel:
         reading, config = self.workload.reading, self.workload.config
         self._check_fit()
-        return load_model(self.folder, reading.hf_config, reading.tokenizer, config, SilentReporter())
+        loaded = load_model(self.folder, reading.hf_config, reading.tokenizer, config, SilentReporter())
+        geometry = KVGeometry.from_config(reading.hf_config, len(self.workload.prompt_ids))
+        group = reading.hf_config.num_attention_heads // geometry.num_kv_heads
+        ready_kernels(geometry.head_dim, group, loaded.dtype, loaded.device, self.reporter, Stopwatch())
+        return loaded
 
     @cached_property
     def _plain_model(self) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from cocktail.bench.bandwidth import step_weight_bytes
 from cocktail.bench.variant import Run
 from cocktail.bench.workload import Workload
 from cocktail.decode import generate
+from cocktail.interrupts import check_interrupt
 from cocktail.job import Job
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel
@@ -72,7 +73,15 @@ class MixedCacheVariant:
         )
         start = time.perf_counter()
         cache = self._empty_cache(job)
-        logits = prefill(loaded.model, cache, context_ids, suffix_ids, job.plans[0], segment_tokens=job.segment_tokens)
+        logits = prefill(
+            loaded.model,
+            cache,
+            context_ids,
+            suffix_ids,
+            job.plans[0],
+            segment_tokens=job.segment_tokens,
+            advance=lambda layers: check_interrupt(),
+        )
         generation = generate(
             loaded.model,
             loaded.tokenizer,

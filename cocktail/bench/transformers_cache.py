@@ -14,6 +14,7 @@ from cocktail.attention import forward_logits
 from cocktail.bench.bandwidth import step_weight_bytes
 from cocktail.bench.variant import Run
 from cocktail.bench.workload import Workload
+from cocktail.interrupts import check_interrupt
 from cocktail.model import loading, quiet_transformers
 from cocktail.model_folder import ModelFolder
 
@@ -83,6 +84,7 @@ class TransformersVariant:
             logits = forward_logits(model, prompt, positions[: len(prompt)], cache, logits_to_keep=1)
             times = []
             for position in positions[len(prompt) :]:
+                check_interrupt()
                 token_id = int(logits[-1].argmax())  # waits for the card
                 times.append(time.perf_counter())
                 if len(times) < workload.config.max_tokens:

@@ -93,6 +93,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = _invoke(arguments, warned)
         sys.stdout.flush()
+        # One that got lost after the last look for it.
+        code = code or (signals.exit_code() if signals.received else 0)
     except BrokenPipeError:
         code = 0
     except (Exception, KeyboardInterrupt) as error:

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from cocktail.answer import Answer, Citation
 from cocktail.cli.output import Output, is_terminal, one_line, printable, use_color
+from cocktail.interrupts import check_interrupt
 from cocktail.offload.budget import format_bytes
 
 _QUOTE_LENGTH = 160
@@ -105,6 +106,7 @@ class TerminalReporter:
     @contextmanager
     def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Callable[[int], None]]:
         """Shows a progress line while the stage runs, unless the answer is being streamed; -v says how long it took."""
+        check_interrupt()
         began = time.perf_counter()
         # Text is about to be streamed: a bar would be drawn between its pieces.
         hidden = self._started or (name == "decode" and self.display.stream)
@@ -114,6 +116,7 @@ class TerminalReporter:
 
         def advance(amount: int) -> None:
             nonlocal done
+            check_interrupt()
             done += amount
             if progress is not None and task is not None:
                 progress.advance(task, amount)

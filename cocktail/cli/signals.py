@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+from cocktail.interrupts import received as received
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-received: list[int] = []
-
 
 def catch() -> None:
-    """Makes both signals raise KeyboardInterrupt; one that the parent process ignores stays ignored."""
+    """Makes both signals raise KeyboardInterrupt; one that the parent process ignores stays ignored.
+
+    Where it cannot be raised, in a destructor for one, it is not printed; `check_interrupt` raises it later.
+    """
+    sys.unraisablehook = _unraisable
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
@@ -49,3 +58,8 @@ def exit_code() -> int:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     received.append(number)
     raise KeyboardInterrupt
+
+
+def _unraisable(error: UnraisableHookArgs) -> None:
+    if not issubclass(error.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(error)

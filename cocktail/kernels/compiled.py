@@ -1,37 +1,58 @@
 """The compiled kernels: whether there are any, and where code for the CPU is kept and when it is compiled.
 
-Compiled kernels are imported where they are called, after `cpu_kernels` has said where their code is kept.
+Compiled kernels are imported where they are called, after `cpu_kernels` has said that numba is there.
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib.util
 import platform
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from cocktail.kernels.code_folder import CodeFolder
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 
-# Folders that this module chose; another one is the user's choice and stays.
-_placed: set[str] = set()
+NOT_INSTALLED = "numba is not installed"
+_folder: CodeFolder | None = None
+
+
+def cpu_kernels() -> bool:
+    """True if numba can be used; without it the plain-torch references do the work."""
+    return why_no_cpu_kernels() is None
 
 
 @cache
-def cpu_kernels() -> bool:
-    """True if numba is installed; without it the plain-torch references do the work."""
+def why_no_cpu_kernels() -> str | None:
+    """Why the references do the work on a CPU, or None."""
     if importlib.util.find_spec("numba") is None:
-        return False
-    import numba
+        return NOT_INSTALLED
+    # Its parts do not fit each other, or an update has moved what is used of it: that raises anything.
+    try:
+        import numba
 
-    if not numba.config.CACHE_DIR:
-        keep_compiled_in(Path(__file__).parent / "__pycache__")
-    return True
+        if numba.config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT is set"
+        if platform.machine() in ("x86_64", "AMD64") and not _has_f16c(numba.config.CPU_NAME):
+            # LLVM would end the process.
+            return "this processor has no instructions for half precision (F16C)"
+        # Starts the threads; a threading layer that is missing shows here.
+        numba.get_num_threads()
+        import cocktail.kernels.kept_code  # noqa: F401
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        return f"numba cannot be used: {type(error).__name__}: {line}".rstrip(".: ")
+    return None
+
+
+def _has_f16c(named: str | None) -> bool:
+    """Whether the processor that numba compiles for has it; another one than this is named by `NUMBA_CPU_NAME`."""
+    from llvmlite import binding
+
+    return named != "generic" if named else bool(binding.get_host_cpu_features().get("f16c"))
 
 
 @cache
@@ -41,49 +62,43 @@ def gpu_kernels() -> bool:
 
 
 def keep_compiled_in(folder: Path) -> None:
-    """Kernels imported from now on keep their compiled code under `folder`; needs numba.
-
-    Without this call, or `NUMBA_CACHE_DIR`, that is beside the sources. Where nothing can be written the code lasts as
-    long as the process.
-    """
+    """Compiled code is read from and kept under `folder` from now on, unless `NUMBA_CACHE_DIR` names another one."""
+    global _folder
     import numba
 
-    if numba.config.CACHE_DIR and numba.config.CACHE_DIR not in _placed:
-        return
-    # numba looks at one file only when it decides whether kept code is up to date; they depend on one another.
-    place = folder / _digest()
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError:
-        place = _lasting_until_exit()
-    numba.config.CACHE_DIR = str(place)
-    _placed.add(str(place))
+    chosen = Path(numba.config.CACHE_DIR) if numba.config.CACHE_DIR else folder
+    _folder = CodeFolder(chosen / _digest())
 
 
-@cache
-def _lasting_until_exit() -> Path:
-    folder = tempfile.mkdtemp(prefix="cocktail-kernels-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+def code_folder() -> CodeFolder:
+    """Where compiled code is: beside the sources, if no other place was chosen."""
+    if _folder is None:
+        keep_compiled_in(Path(__file__).parent / "__pycache__")
+    assert _folder is not None
+    return _folder
 
 
 @cache
 def _digest() -> str:
-    """Stands for the sources of the kernels, the compiler, Python and the processor."""
+    """Stands for the sources of the kernels, which depend on one another, the compiler and Python."""
     import numba
-    from llvmlite import binding
 
-    names = (numba.__version__, platform.python_version(), binding.get_host_cpu_name())
-    digest = hashlib.sha256(" ".join(names).encode())
+    digest = hashlib.sha256(f"{numba.__version__} {platform.python_version()}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def is_compiled(head_dim: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether `warm_up` has already been through for such a model, so that it takes a second and not half a minute."""
-    return _marker(head_dim, group, dtype).exists()
+def load_compiled(head_dim: int, group: int, dtype: torch.dtype) -> bool:
+    """As `warm_up`, if all of the code is on disk; else False, and it is not compiled."""
+    from cocktail.kernels.kept_code import NotKeptError, only_loading
+
+    try:
+        with only_loading():
+            warm_up(head_dim, group, dtype)
+    except NotKeptError:
+        return False
+    return True
 
 
 def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
@@ -107,7 +122,6 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
-    _marker(head_dim, group, dtype).touch()
 
 
 def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
@@ -122,9 +136,3 @@ def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
     project(one_head, row, row, row, row.clone(), row.clone())
     finish(one_head, row, row)
     dense_linear(row, square)
-
-
-def _marker(head_dim: int, group: int, dtype: torch.dtype) -> Path:
-    import numba
-
-    return Path(numba.config.CACHE_DIR) / f"{head_dim}-{group}-{str(dtype).removeprefix('torch.')}"

@@ -12,8 +12,10 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
+
+from cocktail.kernels.kept_code import kept_njit
 
 _asked = threading.local()
 # What a kernel is compiled as: the address of its int64 parameters, and the number of an item.
@@ -30,7 +32,7 @@ def _call(typing_context, function, parameters, item):  # type: ignore[no-untype
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kept_njit(parallel=True, nogil=True)
 def _run(function: Any, items: Any, last: Any, last_items: Any, parameters: Any) -> None:
     for item in prange(items):
         # The index of a parallel loop is unsigned.

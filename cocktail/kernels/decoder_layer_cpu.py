@@ -18,6 +18,7 @@ from cocktail.kernels.cpu_loads import exp, round_bf16, round_f16
 from cocktail.kernels.cpu_threads import use_torch_threads
 from cocktail.kernels.cpu_vectors import BFLOAT16
 from cocktail.kernels.dense_linear_cpu import KINDS, dot, load, store, widen
+from cocktail.kernels.kept_code import kept_njit
 from cocktail.kernels.layer_weights import LayerWeights
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -57,7 +58,7 @@ def silu(x: Any) -> Any:
     return x * (_ONE if x >= _ZERO else decay) / (_ONE + decay)
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kept_njit(parallel=True, fastmath=True, nogil=True)
 def project_row(
     kind: Any,
     x: Any,
@@ -106,7 +107,7 @@ def project_row(
             store(kind, value, head * value_head + i, found[q_size + kv_size + head * head_dim + i])
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kept_njit(parallel=True, fastmath=True, nogil=True)
 def finish_row(
     kind: Any,
     x: Any,

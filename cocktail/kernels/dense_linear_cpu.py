@@ -14,6 +14,7 @@ from numba import njit, prange
 from cocktail.kernels.cpu_loads import load_bf16, load_f16, store_bf16, store_f16
 from cocktail.kernels.cpu_threads import use_torch_threads
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16
+from cocktail.kernels.kept_code import kept_njit
 
 KINDS = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _ZERO = np.float32(0.0)
@@ -58,7 +59,7 @@ def widen(kind: Any, address: Any, size: Any) -> Any:
     return out
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@kept_njit(parallel=True, fastmath=True, nogil=True)
 def multiply(kind: Any, x: Any, weight: Any, bias: Any, out: Any, out_features: Any, in_features: Any) -> None:
     """Tensors are addresses; `bias` is 0 for none."""
     wide = widen(kind, x, in_features)

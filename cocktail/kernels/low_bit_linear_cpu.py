@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from cocktail.kernels.cpu_threads import use_threads
 from cocktail.kernels.cpu_vectors import CPU_FEATURES, HAS_PERMUTE, look_up
+from cocktail.kernels.kept_code import kept_njit
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
@@ -278,7 +279,7 @@ def _multiplier(bits: int, rows: int, kind: int) -> Callable[..., None]:
     """The compiled product for passes of so many rows."""
     outputs, size, pass_size = TILE_OUTPUTS[rows], SIZES[kind], 4 * GROUP_SIZE * rows
 
-    @njit(parallel=True, nogil=True, cache=True)
+    @kept_njit(parallel=True, nogil=True)
     def multiply(
         codes: Any,
         scale: Any,
@@ -330,7 +331,7 @@ def _unpacker(bits: int, kind: int) -> Callable[..., None]:
     """The compiled unpacking of consecutive outputs."""
     size = GROUP_SIZE * SIZES[kind]
 
-    @njit(parallel=True, nogil=True, cache=True)
+    @kept_njit(parallel=True, nogil=True)
     def unpack(codes: Any, scale: Any, zero: Any, groups: Any, outputs: Any, out: Any) -> None:
         for output in prange(outputs):
             for group in range(output * groups, (output + 1) * groups):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 
 from cocktail.kernels import segment_table as columns
 from cocktail.kernels.cpu_attention_tile import (
@@ -39,6 +39,7 @@ from cocktail.kernels.cpu_loads import load_f32, load_i32, load_i64, load_u8, st
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, GROUP, few_rows_fit, marker
 from cocktail.kernels.cpu_work_items import work_items
+from cocktail.kernels.kept_code import kept_cfunc
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
@@ -257,7 +258,7 @@ def _attend_item(head_dim: int, groups: int, few: int) -> Any:
     """
     dim, parts, rows_at_once = marker(head_dim), (0,) * groups, (0,) * max(few, 1)
 
-    @cfunc(ITEM, cache=True, fastmath=True)
+    @kept_cfunc(ITEM, fastmath=True)
     def attend_item(p: Any, work: Any) -> None:
         kind, kv_heads, group, rows = load_i64(p, KIND), load_i64(p, KV_HEADS), load_i64(p, SHARE), load_i64(p, ROWS)
         items, num_items, slots = load_i64(p, ITEMS), load_i64(p, NUM_ITEMS), load_i64(p, SLOTS)
@@ -313,7 +314,7 @@ def _attend_item(head_dim: int, groups: int, few: int) -> Any:
 def _merge_item(head_dim: int) -> Any:
     """The compiled merge of one query row's partial results."""
 
-    @cfunc(ITEM, cache=True, fastmath=True)
+    @kept_cfunc(ITEM, fastmath=True)
     def merge_item(p: Any, item: Any) -> None:
         kind, kv_heads, group, rows = load_i64(p, KIND), load_i64(p, KV_HEADS), load_i64(p, SHARE), load_i64(p, ROWS)
         items, num_rows = load_i64(p, ITEMS), group * rows

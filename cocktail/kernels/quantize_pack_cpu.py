@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from cocktail.kernels import segment_table as columns
@@ -27,6 +27,7 @@ from cocktail.kernels.cpu_loads import (
     store_f16,
 )
 from cocktail.kernels.cpu_threads import ITEM, run_items
+from cocktail.kernels.kept_code import kept_cfunc
 from cocktail.kernels.quantize_pack_ref import FP8_MAX, HALF_MAX, KEY_SHARES, SCALE_EPSILON
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
 from cocktail.kernels.segment_table import SegmentTable
@@ -327,7 +328,7 @@ KEY, VALUE, BLOCKS, NUM_BLOCKS, ROWS, OUT, HEAD_DIM, SHARES, MARGINS, NUM_SHARES
 def _pack_item() -> Any:
     """The compiled work item: a block's keys or its values."""
 
-    @cfunc(ITEM, cache=True, error_model="numpy")
+    @kept_cfunc(ITEM, error_model="numpy")
     def pack_item(p: Any, item: Any) -> None:
         num_blocks, head_dim = load_i64(p, NUM_BLOCKS), load_i64(p, HEAD_DIM)
         out = carray(as_int64s(load_i64(p, OUT)), (columns.COLUMNS,))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from cocktail import attention, interrupts
 from cocktail.bench import bandwidth, kv
 from cocktail.bench.bandwidth import CopyBandwidth, copy_bandwidth, step_weight_bytes
 from cocktail.bench.gguf_export import bf16_gguf, check_same_model, summarize
@@ -251,6 +252,51 @@ def test_interrupt_returns_what_was_measured(
     assert [record["status"] for record in records.values()] == ["measured", "not run"]
     with pytest.raises(KeyboardInterrupt):
         measure(request_, config, "dynamic", "fp16")
+
+
+@pytest.mark.parametrize("variant", ["fp16", "dynamic"])
+def test_an_interrupt_that_got_lost_ends_the_run_it_fell_into(
+    request_: Request, config: Config, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    monkeypatch.setattr(interrupts, "received", [])
+    attend = attention.forward_logits
+    passes: list[int] = []
+
+    def lose(*args: Any, **kwargs: Any) -> torch.Tensor:
+        passes.append(1)
+        interrupts.received[:] = [2]
+        return attend(*args, **kwargs)
+
+    for module in ("cocktail.prefill", "cocktail.bench.transformers_cache"):
+        monkeypatch.setattr(f"{module}.forward_logits", lose)
+    with pytest.raises(KeyboardInterrupt):
+        measure(request_, config, variant, "int4")
+    assert len(passes) == 1
+
+
+def test_an_interrupt_that_got_lost_in_the_last_step_of_a_run_ends_the_benchmark(
+    request_: Request, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "received", [])
+    add = Row.add
+
+    def lose(self: Row, *values: Any) -> None:
+        interrupts.received.append(2)
+        add(self, *values)
+
+    monkeypatch.setattr(Row, "add", lose)
+    result, records = measure(request_, config, "fp16", "dynamic")
+    assert result.partial
+    assert [record["status"] for record in records.values()] == ["measured", "not run"]
+
+
+def test_kernels_are_made_ready_before_the_first_variant_runs(
+    request_: Request, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(kv, "ready_kernels", lambda *kernel: seen.append(kernel[:4]))
+    measure(request_, config, "fp16", "int4", repeats=1)
+    assert seen == [(8, 2, torch.bfloat16, torch.device("cpu"))]
 
 
 def test_interrupted_decoding_is_no_measurement(

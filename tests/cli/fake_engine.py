@@ -5,9 +5,12 @@ Run as a script it is the `cocktail` command with this engine in place of the re
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cocktail import errors
 from cocktail.answer import (
@@ -46,6 +49,23 @@ PIECES = {
 SEEN: list[tuple[Request, Config]] = []
 
 
+class Interrupting:
+    """Interrupts the process where nothing that is raised gets anywhere."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+
+@ctypes.CFUNCTYPE(None)
+def interrupt_in_callback() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)
+
+
+LOST: dict[str, Callable[[], object]] = {"destructor": Interrupting, "callback": interrupt_in_callback}
+
+
 def answer_questions(request: Request, config: Config, reporter: Reporter) -> Iterator[Answer]:
     """Yields one answer a question; some questions make it fail in the way they name."""
     SEEN.append((request, config))
@@ -73,6 +93,9 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
                     reporter.text(piece)
                     shown.append(piece)
                     advance(1)
+                if question in LOST:
+                    LOST[question]()
+                    advance(1)
                 if question == "late":
                     raise errors.ModelError("a weight file is damaged.")
                 if question == "wait":
@@ -89,6 +112,8 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
             warnings = (*warnings, cut)
             reporter.warn(cut)
         yield make_answer(request, question, text, finish, warnings)
+        if question == "last":
+            Interrupting()
         if finish == "interrupted":
             return
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,39 @@ def test_an_interrupted_progress_bar_gives_the_cursor_back(number: signal.Signal
     assert b"\x1b[?25l" in seen
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
     assert b"interrupted" in seen
+
+
+@pytest.mark.parametrize("question", ["destructor", "callback"])
+def test_an_interrupt_that_nobody_can_catch_counts_at_the_next_step(
+    spawn: Callable[..., subprocess.CompletedProcess[bytes]], question: str
+) -> None:
+    done = spawn("ask", "doc", question)
+    assert done.returncode == 130
+    assert done.stdout == f"Answer to {question}.\n".encode()
+    assert done.stderr.endswith(b"\nwarning: interrupted; the answer is incomplete.\n")
+    assert b"gnored" not in done.stderr
+
+
+def test_an_interrupt_after_the_last_step_shows_in_the_exit_code(
+    spawn: Callable[..., subprocess.CompletedProcess[bytes]],
+) -> None:
+    done = spawn("ask", "doc", "last", "--json")
+    assert done.returncode == 130
+    assert json.loads(done.stdout)["answer"] == "Answer to last."
+    assert done.stderr == b""
+
+
+def test_other_errors_that_nobody_can_catch_are_still_printed(tmp_path: Path) -> None:
+    code = """
+from cocktail.cli import signals
+signals.catch()
+class Broken:
+    def __del__(self):
+        raise ValueError("seen")
+Broken()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert done.stderr.endswith(b"ValueError: seen\n")
 
 
 def test_signals_are_ignored_for_a_while_only() -> None:

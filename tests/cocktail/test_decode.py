@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from cocktail import interrupts
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode import Generation, generate
@@ -261,3 +263,18 @@ def test_complaint_59_an_interrupt_while_text_is_shown_loses_and_repeats_nothing
     result = run.generate(script("a", "b", "c", "d"), max_tokens=4, on_text=show)
     assert (result.text, result.finish_reason) == ("abc", "interrupted")
     assert "".join(shown) == "abc"
+
+
+def test_an_interrupt_that_got_lost_ends_the_answer_before_the_next_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "received", [])
+    tokens = itertools.count(1)
+
+    def lose() -> None:
+        if next(tokens) == 3:
+            interrupts.received.append(2)
+
+    result = run.generate(on_token=lose)
+    assert (len(result.token_ids), result.finish_reason) == (3, "interrupted")
+    assert result.text == decoded(result.token_ids)
