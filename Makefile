@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format models lint types test test-gpu aot aot-subset bench docs handbook check
+.PHONY: format models lint types test test-long test-gpu aot aot-subset bench docs handbook check
 
 format: ## rewrite the sources in the house style
 	$(PYTHON) -m ruff check --fix .
@@ -19,6 +19,9 @@ types:
 
 test:
 	$(PYTHON) -m pytest
+
+test-long: ## what takes minutes, such as all random cases of peak memory against plan
+	$(PYTHON) -m pytest -m long
 
 test-gpu: ## the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu

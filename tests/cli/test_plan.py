@@ -311,7 +311,8 @@ def test_a_budget_that_is_too_small_names_three_ways_out_as_ask_does(
     assert code == 6
     needed = format_bytes(least).replace(" ", "")
     # The smallest budget, the longest document, and what to change.
-    assert re.search(rf"--vram {needed[:3]}\S* or more, or read [\d,]+ of the document's 1,400 tokens \(--pages\)", err)
+    wanted = rf"--vram {needed[:3]}\S* or more, or read fewer pages \(--pages\): [\d,]+ of the document's 1,400 tokens"
+    assert re.search(wanted, err)
     failure = json.loads(out)
     assert (failure["ok"], failure["error"]["code"]) == (False, "budget")
     assert failure["error"]["message"] in err
