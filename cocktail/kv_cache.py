@@ -108,6 +108,7 @@ class MixedKVCache(Cache):
             mask: [rows, start + rows], bool: which slots each row sees; None: all of them.
             positions: [rows], int64: absolute positions (context included), for sliding windows.
         """
+        self._pass = None  # its masks go before new ones are made
         stop = start + positions.shape[0]
         self._slot_positions[start:stop] = positions
         masks: dict[int | None, torch.Tensor | None] = {None: mask}
