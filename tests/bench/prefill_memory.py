@@ -59,7 +59,7 @@ def run(loaded: LoadedModel, context_len: int, residency: ResidencyPlan, plan: B
     cache = MixedKVCache(geometry, layout, tail, loaded.dtype)
     ids = torch.from_numpy(np.random.default_rng(1).integers(10, 1000, context_len + SUFFIX))
     prefill(loaded.model, cache, ids[:context_len], ids[context_len:], plan, segment_tokens=residency.segment_tokens)
-    assert cache.nbytes == residency.estimate.kv_cache
+    assert cache.nbytes <= residency.estimate.kv_cache <= 1.02 * cache.nbytes
 
 
 def main(folder: str, tokens: str = "8000", policy: str = "cocktail") -> None:

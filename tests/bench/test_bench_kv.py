@@ -263,8 +263,9 @@ def test_an_interrupt_that_got_lost_ends_the_run_it_fell_into(
     passes: list[int] = []
 
     def lose(*args: Any, **kwargs: Any) -> torch.Tensor:
-        passes.append(1)
-        interrupts.received[:] = [2]
+        if args[1].device.type != "meta":  # planning runs layers too, without a device
+            passes.append(1)
+            interrupts.received[:] = [2]
         return attend(*args, **kwargs)
 
     for module in ("cocktail.prefill", "cocktail.bench.transformers_cache"):
