@@ -39,8 +39,10 @@ def why_no_cpu_kernels() -> str | None:
         if platform.machine() in ("x86_64", "AMD64") and not _has_f16c(numba.config.CPU_NAME):
             # LLVM would end the process.
             return "this processor has no instructions for half precision (F16C)"
-        # Starts the threads; a threading layer that is missing shows here.
+        # Starts the threads; a threading layer that is missing shows here. OpenMP then gives torch as many.
+        threads = torch.get_num_threads()
         numba.get_num_threads()
+        torch.set_num_threads(threads)
         import cocktail.kernels.kept_code  # noqa: F401
     except Exception as error:
         line = str(error).strip().partition("\n")[0]

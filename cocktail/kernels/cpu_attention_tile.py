@@ -15,6 +15,7 @@ from cocktail.kernels import cpu_vectors as vectors
 from cocktail.kernels import segment_table as columns
 from cocktail.kernels.cpu_loads import (
     exp,
+    float_bits,
     load_bf16,
     load_f16,
     load_f32,
@@ -50,6 +51,8 @@ TILE_VALUES, MIN_TILE, MAX_TILE = 8192, 32, 128
 WHOLE = (0,)
 # The score of a hidden slot, finite because fast arithmetic knows no infinity, and the border of what counts as one.
 LOWEST, HIDDEN, ZERO = np.finfo(np.float32).min, np.float32(-1e38), np.float32(0.0)
+# The bits of infinity, which those of every NaN without its sign are above of; fast arithmetic knows neither.
+INFINITY, NAN, SIGNLESS = np.int32(0x7F800000), np.float32(np.nan), np.int32(0x7FFFFFFF)
 
 score_2, weigh_2 = vectors.few_2
 score_3, weigh_3 = vectors.few_3
@@ -95,13 +98,20 @@ def score(dim: Any, query: Any, tile: Any, bias: Any, tokens: Any, scores: Any, 
 
 @njit(fastmath=True)
 def soften(scores: Any, tokens: Any, peak: Any, total: Any, out: Any) -> None:
-    """Scores become weights exp(score - peak); `total` and `out` follow a peak that rises."""
+    """Scores become weights exp(score - peak); `total` and `out` follow a peak that rises.
+
+    A score that is NaN or infinite makes the row NaN.
+    """
     padded = -(-tokens // GROUP) * GROUP
     for m in range(scores.shape[0]):
         row = scores[m]
-        top = peak[m]
+        top, most, largest = peak[m], np.int32(0), np.int32(0)
         for t in range(tokens):
             top = max(top, row[t])
+            bits = float_bits(row[t])
+            most, largest = max(most, bits), max(largest, bits & SIGNLESS)
+        if most >= INFINITY or largest > INFINITY:
+            out[m, :] = NAN
         if top > peak[m]:
             decay = exp(peak[m] - top)
             total[m] *= decay

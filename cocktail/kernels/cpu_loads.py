@@ -120,6 +120,16 @@ as_float32s = _pointer("as_float32s", types.float32)
 
 
 @intrinsic
+def float_bits(typing_context, x):  # type: ignore[no-untyped-def]
+    """The bits of a float32 as int32."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], _I32)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
 def _power_of_two(typing_context, exponent):  # type: ignore[no-untyped-def]
     """2 ** exponent for a whole float32 from -126 to 127; 0 for -127."""
 

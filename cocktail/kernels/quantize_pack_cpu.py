@@ -19,6 +19,7 @@ from cocktail.kernels.cpu_loads import (
     as_float32s,
     as_int32s,
     as_int64s,
+    float_bits,
     load_bf16,
     load_f16,
     load_f32,
@@ -54,16 +55,6 @@ def _store_u8(typing_context, address, index, code):  # type: ignore[no-untyped-
 
 
 @intrinsic
-def _bits(typing_context, x):  # type: ignore[no-untyped-def]
-    """The bits of a float32 as int32."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.bitcast(arguments[0], _I32)
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
 def _from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
     """The float32 of these bits."""
 
@@ -87,16 +78,16 @@ def _code(x: Any, scale: Any, zero: Any, top: Any) -> Any:
     y = y if y > _ZERO else _ZERO
     y = y if y < top else top
     # Above 2^23 float32 holds whole numbers only: the addition rounds, and leaves the code in the low byte.
-    return _bits(y + np.float32(2.0**23)) & np.int32(0xFF)
+    return float_bits(y + np.float32(2.0**23)) & np.int32(0xFF)
 
 
 @njit(inline="always")
 def _fp8_code(x: Any, scale: Any) -> Any:
     """The bits of the e4m3 number nearest to x / scale, ties to even, as int32."""
-    bits = _bits(_clamp(x / scale, -_FP8_MAX, _FP8_MAX))
+    bits = float_bits(_clamp(x / scale, -_FP8_MAX, _FP8_MAX))
     size = bits & np.int32(0x7FFFFFFF)
     # Numbers below 2^-6 are multiples of 2^-9, float32's step at 2^14.
-    small = _bits(_from_bits(size) + np.float32(2.0**14)) - np.int32(0x46800000)
+    small = float_bits(_from_bits(size) + np.float32(2.0**14)) - np.int32(0x46800000)
     normal = (size + np.int32(0x7FFFF - (120 << 23)) + ((size >> np.int32(20)) & np.int32(1))) >> np.int32(20)
     code = small if size < np.int32(121 << 23) else normal
     # What is greater was NaN.
@@ -142,9 +133,9 @@ def _swap_order(bits: Any) -> Any:
 @njit(error_model="numpy")
 def _ends(x: Any) -> Any:
     """Minimum and maximum, both NaN if there is one. Unlike floats, integers reduce in vectors."""
-    low = high = _swap_order(_bits(x[0]))
+    low = high = _swap_order(float_bits(x[0]))
     for i in range(len(x)):
-        number = _swap_order(_bits(x[i]))
+        number = _swap_order(float_bits(x[i]))
         low, high = min(low, number), max(high, number)
     least, most = _from_bits(_swap_order(low)), _from_bits(_swap_order(high))
     nan = least if least != least else most

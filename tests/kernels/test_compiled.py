@@ -162,6 +162,19 @@ print(cpu_kernels(), why_no_cpu_kernels())
     assert "hint" not in why
 
 
+def test_looking_for_kernels_leaves_the_number_of_threads_as_it_was() -> None:
+    code = """
+import torch
+torch.set_num_threads(1)
+torch.get_num_threads()  # the first call sets the number anew
+from cocktail.kernels.compiled import cpu_kernels
+print(cpu_kernels(), torch.get_num_threads())
+"""
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True 1\n"
+
+
 @pytest.mark.parametrize(
     ("name", "features", "usable"),
     [(None, {"f16c": True}, True), (None, {}, False), ("generic", {"f16c": True}, False)],
