@@ -48,17 +48,22 @@ def mixed_attention(
     """
     num_heads, rows, head_dim = query.shape
     num_kv_heads, tail_slots, tail_dim = tail_key.shape
-    if num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape != tail_key.shape:
+    if not num_kv_heads or num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape != tail_key.shape:
         raise ValueError(f"query {tuple(query.shape)} does not fit tail key {tuple(tail_key.shape)}")
     if not query.dtype == tail_key.dtype == tail_value.dtype:
         raise ValueError(f"query is {query.dtype}, the tail {tail_key.dtype} and {tail_value.dtype}; they must be one")
-    if tail_mask is not None and tail_mask.shape != (rows, tail_slots):
-        raise ValueError(f"tail_mask {tuple(tail_mask.shape)} must be {(rows, tail_slots)}")
+    if not query.device == tail_key.device == tail_value.device:
+        raise ValueError(f"query is on {query.device}, the tail on {tail_key.device} and {tail_value.device}")
+    if tail_mask is not None and (tail_mask.shape != (rows, tail_slots) or tail_mask.dtype != torch.bool):
+        raise ValueError(
+            f"tail_mask {tuple(tail_mask.shape)} of {tail_mask.dtype} must be {(rows, tail_slots)} of bool"
+        )
     table = SegmentTable.of(segments)
-    if any(segment.num_kv_heads != num_kv_heads for segment in table):
-        raise ValueError(f"every segment must have {num_kv_heads} KV heads")
+    table.check_fit(query, num_kv_heads)
     if not tail_slots and not table:
         raise ValueError("there is no token to attend to")
+    if not rows:
+        return torch.empty_like(query)
     if query.device.type == "cuda" and gpu_kernels():
         from cocktail.kernels.mixed_attention_triton import mixed_attention_triton
 
