@@ -31,7 +31,8 @@ def mixed_attention(
     """Attention output of every query row.
 
     Args:
-        query: [num_heads, rows, head_dim], run dtype, after RoPE; heads of one KV head are adjacent (GQA).
+        query: [num_heads, rows, head_dim], run dtype, after RoPE; heads of one KV head are adjacent (GQA), and head_dim
+            is a multiple of 8.
         segments: the context; every row sees every token of every segment. A `SegmentTable` saves building one.
         tail_key: [num_kv_heads, tail_slots, head_dim], run dtype; tail_slots may be 0 if there is a segment.
         tail_value: as `tail_key`.
@@ -50,6 +51,8 @@ def mixed_attention(
     num_kv_heads, tail_slots, tail_dim = tail_key.shape
     if not num_kv_heads or num_heads % num_kv_heads or tail_dim != head_dim or tail_value.shape != tail_key.shape:
         raise ValueError(f"query {tuple(query.shape)} does not fit tail key {tuple(tail_key.shape)}")
+    if head_dim % 8 or not head_dim:
+        raise ValueError(f"head_dim {head_dim} must be a multiple of 8")
     if not query.dtype == tail_key.dtype == tail_value.dtype:
         raise ValueError(f"query is {query.dtype}, the tail {tail_key.dtype} and {tail_value.dtype}; they must be one")
     if not query.device == tail_key.device == tail_value.device:

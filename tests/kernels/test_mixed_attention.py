@@ -257,6 +257,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         "2 KV heads of 32 channels; one has 2 KV heads of \\(64, 64\\)", *(t[..., :32] for t in (query, tail, tail))
     )
     refused("does not fit", query[:0], tail[:0], tail[:0])
+    refused("head_dim 20 must be a multiple of 8", *(t[..., :20] for t in (query, tail, tail)))
     refused("query is on cpu, the tail on meta", query, tail.to("meta"), tail)
     segment = random_segment(torch.Generator().manual_seed(8), (UNQUANTIZED, 4), heads=2)[0]
     refused("torch.float16 where it is unquantized", query.half(), tail.half(), tail.half())
