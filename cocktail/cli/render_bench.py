@@ -113,13 +113,18 @@ def _heading(result: Record) -> list[str]:
     commit = f" ({machine['commit']})" if machine["commit"] else ""
     given, read = result["document"]["tokens"], workload["document_tokens"]
     how = "" if given == read else f" repeated to {read:,}" if given < read else f" cut to {read:,}"
+    threads, repeats = _counted(machine["threads"], "thread"), _counted(workload["repeats"], "repeat")
     lines = [
-        f"{model['name']}, {model['dtype']}, on {machine['device']}: {machine['name']}, {machine['threads']} threads",
+        f"{model['name']}, {model['dtype']}, on {machine['device']}: {machine['name']}, {threads}",
         f"{result['document']['path']}: {given:,} tokens{how}; prompt {workload['prompt_tokens']:,}, "
-        f"{workload['generated_tokens']} generated, {workload['repeats']} repeats",
+        f"{workload['generated_tokens']} generated, {repeats}",
         versions[0] + commit + ", " + ", ".join(versions[1:]),
     ]
     return [one_line(line) for line in lines]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _notes(result: Record) -> list[str]:
