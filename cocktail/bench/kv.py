@@ -26,6 +26,7 @@ from cocktail.document import read_document
 from cocktail.engine import Request
 from cocktail.errors import BudgetError, ModelError, UsageError
 from cocktail.interrupts import check_interrupt
+from cocktail.kernels.compiled import max_threads
 from cocktail.model import LoadedModel, load_model, resolve_device_dtype
 from cocktail.model_folder import ModelFolder
 from cocktail.model_source import resolve_model
@@ -68,7 +69,11 @@ def bench_kv(request: Request, benchmark: KvBenchmark, config: Config, reporter:
     """
     if config.max_tokens < 2:
         raise UsageError("--max-tokens is 1; the time of a token needs two tokens at least.")
+    if benchmark.tokens is not None and benchmark.tokens < config.chunk_size:
+        raise UsageError(f"--tokens is {benchmark.tokens}; a chunk of {config.chunk_size} is needed at least.")
     if benchmark.threads is not None:
+        if benchmark.threads > (limit := max_threads()):
+            raise UsageError(f"--threads is {benchmark.threads}; the kernels can have {limit} here at most.")
         torch.set_num_threads(benchmark.threads)
     document = read_document(
         request.document,

@@ -7,6 +7,7 @@ from cocktail.cli.render_columns import (
     Column,
     Record,
     byte_cell,
+    counted,
     csv_lines,
     fitted,
     markdown_rows,
@@ -57,7 +58,7 @@ def comma_separated(result: Record) -> str:
 def _heading(result: Record) -> list[str]:
     workload = result["workload"]
     read = f"prompt {workload['prompt_tokens']:,}, {workload['generated_tokens']} generated"
-    return setup_lines(result, f"{read}, {workload['repeats']} repeats")
+    return setup_lines(result, f"{read}, {counted(workload['repeats'], 'repeat')}")
 
 
 def _notes(result: Record) -> list[str]:

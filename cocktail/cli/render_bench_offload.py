@@ -7,6 +7,7 @@ from cocktail.cli.render_columns import (
     Column,
     Record,
     byte_cell,
+    counted,
     csv_lines,
     fitted,
     markdown_rows,
@@ -100,7 +101,7 @@ def _parts(result: Record) -> list[tuple[str, tuple[Column, ...]]]:
 def _heading(result: Record) -> list[str]:
     workload, load = result["workload"], result["machine"]["load_average"]
     rows = f" of {workload['rows']} tokens" if workload["rows"] > 1 else ""
-    passes = f"KV {workload['kv']}, {workload['passes']} passes{rows}, {workload['repeats']} repeats"
+    passes = f"KV {workload['kv']}, {workload['passes']} passes{rows}, {counted(workload['repeats'], 'repeat')}"
     busy = f"load average {load[0]:.1f} before, {load[1]:.1f} after" if load else ""
     return [*setup_lines(result, passes), *([busy] if busy else [])]
 

@@ -98,6 +98,11 @@ def _flat(record: Record, inner: Mapping[str, Sequence[str]]) -> Record:
     return flat
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and a noun, which is plural but for one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def setup_lines(result: Record, workload: str) -> list[str]:
     """What was measured on: model and machine, document and workload, versions."""
     machine, model = result["machine"], result["model"]
@@ -107,7 +112,7 @@ def setup_lines(result: Record, workload: str) -> list[str]:
     how = "" if given == read else f" repeated to {read:,}" if given < read else f" cut to {read:,}"
     device = f"{'an emulated device, ' if machine['emulated'] else ''}{machine['device']}"
     lines = [
-        f"{model['name']}, {model['dtype']}, on {device}: {machine['name']}, {machine['threads']} threads",
+        f"{model['name']}, {model['dtype']}, on {device}: {machine['name']}, " + counted(machine["threads"], "thread"),
         f"{result['document']['path']}: {given:,} tokens{how}; {workload}",
         versions[0] + commit + ", " + ", ".join(versions[1:]),
     ]

@@ -75,4 +75,4 @@ def _named() -> Iterator[None]:
         raise
     except OSError as error:
         message = f"Standard output cannot be written: {error.strerror}."
-        raise CocktailError(message, "Send it somewhere else, or to a file with --output.") from error
+        raise CocktailError(message, "Send it to a file or a disk that has room.") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,15 @@ def why_no_cpu_kernels() -> str | None:
         line = str(error).strip().partition("\n")[0]
         return f"numba cannot be used: {type(error).__name__}: {line}".rstrip(".: ")
     return None
+
+
+def max_threads() -> int:
+    """The most threads that the kernels of a CPU, or torch in their place, can use side by side."""
+    if cpu_kernels():
+        import numba
+
+        return int(numba.config.NUMBA_NUM_THREADS)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _has_f16c(named: str | None) -> bool:

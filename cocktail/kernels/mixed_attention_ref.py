@@ -37,6 +37,8 @@ def mixed_attention_ref(
     """Online softmax over every tile, merged by log-sum-exp, in float32; see `mixed_attention`."""
     num_heads, rows, head_dim = query.shape
     num_kv_heads = tail_key.shape[0]
+    if not rows:
+        return torch.empty_like(query)
     if tail_len is not None:
         used = int(tail_len)
         tail_key, tail_value = tail_key[:, :used], tail_value[:, :used]

@@ -39,13 +39,19 @@ def quantize_pack(
         allocate: where the segment is held; None: new memory on the device of `key`.
 
     Raises:
-        ValueError: for shapes or bit widths that the layout cannot hold.
+        ValueError: for shapes, dtypes or bit widths that the layout cannot hold.
     """
     if key.shape != value.shape or key.dim() != 4:
         raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must be one 4-D shape")
+    if not key.shape[2] or not key.shape[3]:
+        raise ValueError(f"blocks of {tuple(key.shape[2:])} tokens and channels are empty")
+    if key.dtype != value.dtype or key.device != value.device:
+        raise ValueError(f"key is {key.dtype} on {key.device}, value {value.dtype} on {value.device}; they must be one")
+    if blocks.dim() != 1 or blocks.dtype != torch.int64:
+        raise ValueError(f"blocks {tuple(blocks.shape)} of {blocks.dtype} must be [num_chosen] of torch.int64")
     if k_bits not in ALL_BITS or v_bits not in ALL_BITS:
         raise ValueError(f"k_bits {k_bits} and v_bits {v_bits} must be among {ALL_BITS}")
-    if key.shape[-1] % 8 or key.shape[-1] % v_group_size:
+    if v_group_size < 1 or key.shape[-1] % 8 or key.shape[-1] % v_group_size:
         raise ValueError(f"head_dim {key.shape[-1]} must be a multiple of 8 and of v_group_size {v_group_size}")
     if scale_bits not in (8, 16) or k_span not in (1, 2, 4):
         raise ValueError(f"scale_bits {scale_bits} must be 8 or 16, and k_span {k_span} 1, 2 or 4")

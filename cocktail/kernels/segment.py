@@ -73,6 +73,13 @@ class Segment:
         return self.key.shape[2]
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        sizes = ((self.key.shape[3], self.k_bits), (self.value.shape[3], self.v_bits))
+        key, value = (size if bits == UNQUANTIZED else size * 8 // stored_bits(bits) for size, bits in sizes)
+        return key, value
+
+    @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 

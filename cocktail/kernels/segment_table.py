@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cocktail.kernels.segment import Segment
+from cocktail.kernels.segment import UNQUANTIZED, Segment
 
 # Columns of a row of the table. Addresses are of contiguous tensors; 0 stands for a tensor that there is not.
 (
@@ -51,6 +51,25 @@ class SegmentTable(tuple[Segment, ...]):
     def derived(self) -> dict[Any, Any]:
         """What kernels computed from the segments' sizes and keep here, each under keys of its own."""
         return {}
+
+    def check_fit(self, query: torch.Tensor, num_kv_heads: int) -> None:
+        """Returns if queries of this head size, dtype and device can attend to every segment; looks only once.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        wanted = (num_kv_heads, query.shape[-1], query.dtype, query.device)
+        if self.derived.get("fits") == wanted:
+            return
+        heads, head_dim, dtype, device = wanted
+        for segment in self:
+            if segment.num_kv_heads != heads or segment.head_dims != (head_dim, head_dim):
+                found = f"{segment.num_kv_heads} KV heads of {segment.head_dims}"
+                raise ValueError(f"every segment must have {heads} KV heads of {head_dim} channels; one has {found}")
+            parts = ((segment.key, segment.k_bits), (segment.value, segment.v_bits))
+            if any(part.device != device or (bits == UNQUANTIZED and part.dtype != dtype) for part, bits in parts):
+                raise ValueError(f"every segment must be on {device}, and {dtype} where it is unquantized")
+        self.derived["fits"] = wanted
 
     @cached_property
     def value_groups(self) -> int:

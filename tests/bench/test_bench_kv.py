@@ -381,6 +381,23 @@ def test_warm_up_meets_every_precision(reading: Reading, config: Config) -> None
     assert set(plan.k_bits[0].tolist()) == {2, 4, 16}
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 1}, r"--tokens is 1; a chunk of 32 is needed at least"),
+        ({"tokens": 31}, r"--tokens is 31; "),
+        ({"threads": 3}, r"--threads is 3; the kernels can have 2 here at most"),
+        ({"threads": 10**20}, r"--threads is 100000000000000000000; "),
+    ],
+)
+def test_numbers_that_cannot_be_measured_are_refused_before_anything_is_read(
+    config: Config, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(kv, "max_threads", lambda: 2)
+    with pytest.raises(UsageError, match=message):
+        measure(Request("no such file", (QUESTION,)), config, "fp16", **options)
+
+
 def test_document_shorter_than_a_chunk_is_refused(request_: Request, config: Config) -> None:
     Path(request_.document).write_text("Short.", encoding="utf-8")
     with pytest.raises(UsageError, match="needs a chunk"):

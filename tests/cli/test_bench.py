@@ -231,6 +231,28 @@ def test_options_reach_the_benchmark(cocktail: Run, bench: SimpleNamespace, tmp_
     assert vars(benchmark) == {"variants": ("int4",), "tokens": 700, "repeats": 2, "threads": 1, "gguf": file}
 
 
+def test_one_repeat_and_one_thread_are_called_so(cocktail: Run, bench: SimpleNamespace) -> None:
+    bench.answer = result(record("cocktail", 0.038))
+    bench.answer["workload"]["repeats"] = bench.answer["machine"]["threads"] = 1
+    lines = cocktail("bench", "kv", "doc.md").out.splitlines()
+    assert lines[0].endswith(" 1 thread")
+    assert lines[1].endswith(" 1 repeat")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("command", [("bench", "kv", "doc.md"), ("ask", "doc.md", "why")])
+def test_the_hint_for_a_full_disk_names_no_option(
+    command: tuple[str, ...], cocktail: Run, bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        ran = cocktail(*command)
+    assert ran.code == 1
+    assert "error: Standard output cannot be written: No space left on device." in ran.err
+    assert "hint: Send it to a file or a disk that has room." in ran.err
+    assert "--output" not in ran.err
+
+
 def test_an_interrupted_run_shows_what_it_measured(cocktail: Run, bench: SimpleNamespace) -> None:
     bench.answer = result(record("cocktail", 0.038), record("dynamic", None), partial=True)
     ran = cocktail("bench", "kv", "doc.md")

@@ -14,7 +14,7 @@ from llvmlite import binding
 
 from cocktail.kernels import compiled, mixed_attention, quantize_pack
 from cocktail.kernels.code_folder import CodeFolder
-from cocktail.kernels.compiled import why_no_cpu_kernels
+from cocktail.kernels.compiled import max_threads, why_no_cpu_kernels
 from cocktail.kernels.mixed_attention_ref import mixed_attention_ref
 
 PACKAGE = Path(compiled.__file__).parents[1]
@@ -173,6 +173,13 @@ print(cpu_kernels(), torch.get_num_threads())
     environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "True 1\n"
+
+
+def test_threads_are_those_that_numba_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 7)
+    assert max_threads() == 7
+    monkeypatch.setattr(compiled, "cpu_kernels", lambda: False)
+    assert 1 <= max_threads() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -50,3 +52,55 @@ def test_not_a_number_stays_one() -> None:
     x, weight, _ = tensors(4, 8, 1, torch.bfloat16)
     weight[1, 3] = float("nan")
     assert dense_linear_cpu(x, weight, None).isnan().tolist() == [[False, True, False, False]]
+
+
+def meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+@pytest.mark.parametrize(
+    "bias", [torch.ones(1).bfloat16(), torch.ones(33), torch.ones(32), torch.ones((1, 32)).bfloat16(), torch.ones(())]
+)
+def test_a_bias_that_does_not_fit_is_torchs_to_judge(bias: torch.Tensor) -> None:
+    """The kernel would read beyond its end."""
+    x, weight, _ = tensors(32, 64, 1, torch.bfloat16)
+    try:
+        expected = torch.nn.functional.linear(x, weight, bias)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            dense_linear(x, weight, bias)
+    else:
+        assert torch.equal(dense_linear(x, weight, bias), expected)
+
+
+def test_the_kernel_gets_only_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = tensors(4, 8, 1, torch.bfloat16)
+    calls: list[int] = []
+    monkeypatch.setattr("cocktail.kernels.dense_linear_cpu.dense_linear_cpu", lambda *arguments: calls.append(1))
+    dense_linear(x, weight, bias)
+    dense_linear(x[0], weight, None)
+    assert len(calls) == 2
+    for arguments in (
+        (meta(x), meta(weight), meta(bias)),
+        (x, weight, torch.zeros(8).bfloat16()[::2]),
+        (x.repeat(2, 1), weight, bias),
+        (x[:, :0].expand(3, 0), weight[:, :0].contiguous(), bias),
+        (x.float(), weight.float(), bias.float()),
+        (x[0], weight[0], None),
+    ):
+        torch.nn.functional.linear(*arguments)
+        dense_linear(*arguments)
+    for wrong in ((x.short(), weight.short(), None), (x, meta(weight), None), (x[:, :4].contiguous(), weight, None)):
+        with suppress(RuntimeError):
+            dense_linear(*wrong)
+    assert len(calls) == 2
+
+
+def test_gradients_are_torchs() -> None:
+    x, weight, bias = tensors(4, 8, 1, torch.bfloat16)
+    weight.requires_grad_()
+    dense_linear(x, weight, bias).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x.expand(4, 8))
+    with torch.no_grad():
+        assert not dense_linear(x, weight, bias).requires_grad

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cocktail.kernels.mixed_attention import mixed_attention
 from cocktail.kernels.quantize_pack import quantize_pack
 from cocktail.kernels.quantize_pack_ref import dequantize_blocks
 from cocktail.kernels.segment import UNQUANTIZED, Segment, value_group_size
+from cocktail.kernels.segment_table import SegmentTable
 from tests.kernels.closeness import TOLERANCE, assert_close_rms
 from tests.kernels.dense_reference import dense_attention, gentle_query, outlier_keys, round_trip_block
 
@@ -217,6 +219,23 @@ def test_inputs_are_left_alone() -> None:
     assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
 
 
+@pytest.mark.parametrize("attend", [mixed_attention, mixed_attention_ref.mixed_attention_ref])
+def test_no_query_row_gives_no_output_row(attend: Callable[..., torch.Tensor]) -> None:
+    segment = random_segment(torch.Generator().manual_seed(8), (4, 4), heads=2)[0]
+    tail = torch.zeros((2, 5, 64))
+    for mask in (None, torch.ones((0, 5), dtype=torch.bool)):
+        assert attend(torch.zeros((4, 0, 64)), [segment], tail, tail, mask, 0.125).shape == (4, 0, 64)
+
+
+def test_a_table_is_looked_at_again_for_other_queries() -> None:
+    table = SegmentTable([random_segment(torch.Generator().manual_seed(8), (4, UNQUANTIZED), heads=2)[0]])
+    query, tail = torch.zeros((4, 3, 64)), torch.zeros((2, 5, 64))
+    for _ in range(2):
+        mixed_attention(query, table, tail, tail, None, 0.125)
+        with pytest.raises(ValueError, match="where it is unquantized"):
+            mixed_attention(query.half(), table, tail.half(), tail.half(), None, 0.125)
+
+
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     segment = random_segment(torch.Generator().manual_seed(8), (4, 4), heads=2)[0]
     query, tail = torch.zeros((4, 3, 64)), torch.zeros((2, 5, 64))
@@ -228,9 +247,20 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     refused("does not fit", torch.zeros((3, 3, 64)), tail, tail)
     refused("does not fit", torch.zeros((4, 3, 32)), tail, tail)
     refused("does not fit", query, tail, tail[:, :4])
-    refused(r"tail_mask \(3, 4\) must be \(3, 5\)", query, tail, tail, torch.ones((3, 4), dtype=torch.bool))
+    refused(
+        r"tail_mask \(3, 4\) of torch.bool must be \(3, 5\)", query, tail, tail, torch.ones((3, 4), dtype=torch.bool)
+    )
     refused(r"tail_mask \(2, 5\)", query, tail, tail, torch.ones((2, 5), dtype=torch.bool))
+    refused("tail_mask .* of torch.float32", query, tail, tail, torch.ones((3, 5)))
     refused("must have 4 KV heads", query, torch.zeros((4, 5, 64)), torch.zeros((4, 5, 64)))
+    refused(
+        "2 KV heads of 32 channels; one has 2 KV heads of \\(64, 64\\)", *(t[..., :32] for t in (query, tail, tail))
+    )
+    refused("does not fit", query[:0], tail[:0], tail[:0])
+    refused("head_dim 20 must be a multiple of 8", *(t[..., :20] for t in (query, tail, tail)))
+    refused("query is on cpu, the tail on meta", query, tail.to("meta"), tail)
+    segment = random_segment(torch.Generator().manual_seed(8), (UNQUANTIZED, 4), heads=2)[0]
+    refused("torch.float16 where it is unquantized", query.half(), tail.half(), tail.half())
     with pytest.raises(ValueError, match="no token"):
         mixed_attention(query, [], tail[:, :0], tail[:, :0], None, 0.125)
 

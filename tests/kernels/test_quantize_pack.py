@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -190,6 +190,35 @@ def test_shapes_and_widths_that_cannot_be_held_are_refused(
     key, value = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         quantize_pack(key, value, torch.tensor([0]), *bits, group)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bool])
+def test_blocks_of_another_type_are_refused(dtype: torch.dtype) -> None:
+    key = torch.zeros((1, 2, 8, 16))
+    with pytest.raises(ValueError, match=rf"blocks \(1,\) of {dtype} must be"):
+        quantize_pack(key, key, torch.tensor([1], dtype=dtype), 4, 4, 16)
+    with pytest.raises(ValueError, match=r"blocks \(1, 1\) of torch.int64 must be"):
+        quantize_pack(key, key, torch.tensor([[1]]), 4, 4, 16)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 0, 16), (1, 2, 8, 0)])
+def test_empty_blocks_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="are empty"):
+        quantize_pack(torch.zeros(shape), torch.zeros(shape), torch.tensor([0]), 4, 4, 16)
+
+
+@pytest.mark.parametrize("group", [0, -16])
+def test_groups_of_no_channel_are_refused(group: int) -> None:
+    key = torch.zeros((1, 2, 8, 16))
+    with pytest.raises(ValueError, match=f"v_group_size {group}"):
+        quantize_pack(key, key, torch.tensor([0]), 4, 4, group)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.half, lambda tensor: tensor.to("meta")])
+def test_keys_and_values_of_two_kinds_are_refused(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    key = torch.zeros((1, 2, 8, 16))
+    with pytest.raises(ValueError, match="they must be one"):
+        quantize_pack(key, change(key), torch.tensor([0]), 4, 4, 16)
 
 
 def test_clipping_never_raises_the_error_and_lowers_it_for_outliers() -> None:
