@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from cocktail.kernels.compiled import cpu_kernels
@@ -26,6 +27,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _POSITIONS = {"position_ids", "cache_position"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Places of a layer's weights that are remembered.
+_MAX_PLACES = 8
 # How far a compiled layer may be from the layer, whose sums have another order and are rounded to the dtype: a share of
 # a usual value and roundings of the stored one, for all but a share of the values.
 _SHARE, _ROUNDINGS, _ODD_VALUES = 0.1, 2.0, 0.02
@@ -63,20 +66,21 @@ def _linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 class _CompiledStep:
     """A decoder layer's forward: compiled for one row at the tail, the layer's own otherwise.
 
-    `agrees` is None until the first such row has run both ways.
+    `agrees` is None until the first such row has run both ways, and again when the layer's parts have changed.
     """
 
     def __init__(self, layer: Any) -> None:
         self._own: Callable[..., Any] = layer.forward
         self._layer = layer
-        self._found: dict[int, LayerWeights] = {}
+        self._parts = _parts(layer)
+        self._found: dict[tuple[Any, ...], LayerWeights | None] = {}
         self.agrees: bool | None = None
         self._gives_tuple = False
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        view = self._view(hidden_states, kwargs) if self.agrees is not False else None
-        weights = None if view is None else self._weights()
-        if view is None or weights is None or weights.down.dtype != hidden_states.dtype:
+        view = self._view(hidden_states, kwargs)
+        weights = None if view is None else self._weights(hidden_states)
+        if view is None or weights is None or self.agrees is False:
             return self._own(hidden_states, *args, **kwargs)
         output = self._step(weights, hidden_states, view, kwargs["position_embeddings"])
         if self.agrees is None:
@@ -97,19 +101,41 @@ class _CompiledStep:
         if x.numel() != x.shape[-1] or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
             return None
         is_whole = rotary[0].numel() == self._layer.self_attn.head_dim
-        if not is_whole or rotary[0].dtype != x.dtype or x.is_cuda:
+        if not is_whole or rotary[0].dtype != x.dtype or x.is_cuda or x.itemsize != 2:
             return None
         return cache.tail_row(self._layer.self_attn.layer_idx)
 
-    def _weights(self) -> LayerWeights | None:
-        """The layer's weights where they are now."""
-        address = self._layer.mlp.down_proj.weight.data_ptr()
-        if address not in self._found:
-            weights = layer_weights(self._layer)
-            if weights is None:
+    def _weights(self, x: torch.Tensor) -> LayerWeights | None:
+        """The layer's weights where they are now, or None if only the layer itself does what is asked of it.
+
+        Compiled code calls no module: one that was replaced, wrapped or hooked, dropout and gradients are the layer's.
+        """
+        parts = _parts(self._layer)
+        if parts != self._parts:
+            self._parts, self.agrees = parts, None
+            self._found.clear()
+        if self._layer.training or _has_any_global_hook():
+            return None
+        differentiable = torch.is_grad_enabled()
+        if differentiable and x.requires_grad:
+            return None
+        places: list[Any] = []
+        for module in parts[0]:
+            if module._forward_hooks or module._forward_pre_hooks:
                 return None
-            self._found[address] = weights
-        return self._found[address]
+            for tensor in module._parameters.values():
+                if tensor is not None:
+                    if differentiable and tensor.requires_grad:
+                        return None
+                    places += tensor.data_ptr(), tensor.dtype, tensor.is_contiguous()
+        key = tuple(places)
+        if key not in self._found:
+            # Weights that are streamed come to a few places in turn.
+            if len(self._found) == _MAX_PLACES:
+                self._found.clear()
+            weights = layer_weights(self._layer)
+            self._found[key] = weights if weights is None or weights.down.dtype == x.dtype else None
+        return self._found[key]
 
     def _step(
         self, weights: LayerWeights, x: torch.Tensor, view: TailView, rotary: tuple[torch.Tensor, torch.Tensor]
@@ -121,6 +147,14 @@ class _CompiledStep:
         query = project(weights, x, cos, sin, layer.key[:, slot], layer.value[:, slot])
         attended = view.attend(query, self._layer.self_attn.scaling)
         return finish(weights, x, attended.contiguous())
+
+
+def _parts(layer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The modules in a layer, and what was put in place of their classes' forward; two are equal if nothing changed."""
+    modules = [*layer._modules.values()]
+    for child in tuple(modules):
+        modules += child._modules.values()
+    return tuple(modules), tuple([module.__dict__.get("forward") for module in modules])
 
 
 def _agree(output: torch.Tensor, expected: torch.Tensor, stored: torch.Tensor) -> bool:

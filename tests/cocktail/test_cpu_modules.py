@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.cpu_modules import _agree, compiled_layers, layer_weights, use_cpu_kernels
+from cocktail.kernels import decoder_layer_cpu
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import extend, prefill
 from tests.kernels.closeness import assert_close_rms
@@ -170,3 +171,147 @@ def test_weights_are_found_anew(make_model: MakeModel) -> None:
         ids = torch.tensor([token + 50])
         assert_close_rms(extend(model, cache, ids), extend(plain, plain_cache, ids), 2e-2, "step")
     assert compiled_layers(model) == (3, 3)
+
+
+def amplify(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda module, arguments, output: 8 * output)
+
+
+def amplify_before(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, arguments: (8 * arguments[0],))
+
+
+class Adapter(torch.nn.Module):
+    """A linear layer with a low-rank addition, as adapters wrap it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(base.in_features)
+        self.base = base
+        self.down = torch.randn((4, base.in_features), generator=generator).to(base.weight.dtype)
+        self.up = torch.randn((base.out_features, 4), generator=generator).to(base.weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return added
+
+
+def adapt(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj, layer.self_attn.v_proj = Adapter(layer.mlp.down_proj), Adapter(layer.self_attn.v_proj)
+
+
+def replace_parameter(model: Any) -> None:
+    for layer in model.model.layers:
+        for linear in (layer.mlp.up_proj, layer.self_attn.q_proj):
+            linear.weight = torch.nn.Parameter(4 * linear.weight, requires_grad=False)
+
+
+def replace_data(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data = 4 * layer.self_attn.v_proj.weight.data
+
+
+def turn_data(model: Any) -> None:
+    """The same values, other strides."""
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.t().contiguous().t()
+        square = layer.self_attn.q_proj.weight
+        square.data = square.data.t()
+
+
+def replace_norm(model: Any) -> None:
+    """The same parts and places, and another computation: it has to be tried again."""
+
+    class OffsetRMSNorm(type(model.model.layers[0].input_layernorm)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 4 * super().forward(x)
+
+    for layer in model.model.layers:
+        norm = OffsetRMSNorm(layer.input_layernorm.weight.shape[0], layer.input_layernorm.variance_epsilon)
+        norm.weight = layer.input_layernorm.weight
+        layer.input_layernorm = norm
+
+
+def override_forward(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.forward = lambda x, mlp=layer.mlp: 4 * type(mlp).forward(mlp, x)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "compiled"),
+    [
+        (amplify, False),
+        (amplify_before, False),
+        (adapt, False),
+        (replace_parameter, True),
+        (replace_data, True),
+        (turn_data, False),
+        (replace_norm, False),
+        (override_forward, False),
+    ],
+)
+def test_what_is_done_to_a_loaded_model_counts_at_the_next_step(
+    change: Callable[[Any], None], compiled: bool, steps: int, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step and after some; nobody calls `use_cpu_kernels` again."""
+    model, plain = (make_model("llama", "cocktail").bfloat16() for _ in range(2))
+    use_cpu_kernels(model)
+    cache, plain_cache = read(model), read(plain)
+    for token in range(50, 50 + steps):
+        extend(model, cache, torch.tensor([token]))
+        extend(plain, plain_cache, torch.tensor([token]))
+    before = extend(plain, plain_cache, torch.tensor([60]))
+    extend(model, cache, torch.tensor([60]))
+    for changed in (model, plain):
+        change(changed)
+    finished: list[int] = []
+    finish = decoder_layer_cpu.finish
+
+    def count(*arguments: Any) -> torch.Tensor:
+        finished.append(1)
+        return finish(*arguments)
+
+    monkeypatch.setattr(decoder_layer_cpu, "finish", count)
+    for token in range(70, 74):
+        ids = torch.tensor([token])
+        ours, own = extend(model, cache, ids), extend(plain, plain_cache, ids)
+        assert_close_rms(ours, own, 3e-2, f"step {token}")
+    assert not torch.equal(own, before)
+    # Where it cannot be compiled any more, it is tried once at most.
+    assert len(finished) == 12 if compiled else len(finished) <= 3
+
+
+def test_a_model_that_was_widened_goes_on(make_model: MakeModel) -> None:
+    model, plain = (make_model("llama", "cocktail").bfloat16() for _ in range(2))
+    use_cpu_kernels(model)
+    extend(model, read(model), torch.tensor([50]))
+    for changed in (model, plain):
+        changed.float()
+    cache, plain_cache = read(model), read(plain)
+    for token in range(50, 53):
+        ids = torch.tensor([token])
+        assert_close_rms(extend(model, cache, ids), extend(plain, plain_cache, ids), 1e-4, "float32")
+
+
+def test_gradients_and_dropout_are_the_layers_own(make_model: MakeModel) -> None:
+    model = make_model("llama", "cocktail", attention_dropout=0.5).bfloat16()
+    use_cpu_kernels(model)
+    cache = read(model)
+    for _ in range(2):
+        extend(model, cache, torch.tensor([50]))
+    layer = model.model.layers[0]
+    x = torch.randn((1, 1, model.config.hidden_size)).bfloat16().requires_grad_()
+    step = layer.forward
+    assert step._weights(x.detach()) is not None
+    assert step._weights(x) is None
+    with torch.no_grad():
+        assert step._weights(x) is not None
+    layer.mlp.down_proj.weight.requires_grad_()
+    assert step._weights(x.detach()) is None
+    layer.mlp.down_proj.weight.requires_grad_(False)
+    model.train()
+    assert step._weights(x.detach()) is None
