@@ -56,6 +56,21 @@ class Request:
     password: str | None = None
     strict: bool = False
 
+    def read(self, reporter: Reporter) -> Document:
+        """The document's text.
+
+        Raises:
+            CocktailError: It cannot be read, or not as asked.
+        """
+        return read_document(
+            self.document,
+            data=self.data,
+            pages=self.pages,
+            password=self.password,
+            strict=self.strict,
+            reporter=reporter,
+        )
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -96,7 +111,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
     """
     recorder, watch = Recorder(reporter), Stopwatch()
     with watch.measure("parse"):
-        document = _read(request, recorder)
+        document = request.read(recorder)
     with watch.measure("load"):
         from cocktail.job import plan_job
         from cocktail.model import load_model
@@ -137,7 +152,7 @@ def _answers(
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
     """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
-    document = _read(request, reporter)
+    document = request.read(reporter)
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model
     from cocktail.reading import read_for_questions
@@ -156,17 +171,6 @@ def versions() -> dict[str, str]:
     """Versions of what computes an answer."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {"cocktail": __version__, "python": platform.python_version(), **packages}
-
-
-def _read(request: Request, reporter: Reporter) -> Document:
-    return read_document(
-        request.document,
-        data=request.data,
-        pages=request.pages,
-        password=request.password,
-        strict=request.strict,
-        reporter=reporter,
-    )
 
 
 def _ready_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import psutil
 import torch
 
-from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.bit_plan import BitPlan
 from cocktail.calibration import device_speed, link_rate
 from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry
@@ -16,9 +15,10 @@ from cocktail.errors import UsageError
 from cocktail.model import loading, resolve_device_dtype
 from cocktail.model_folder import models_dir
 from cocktail.offload.budget import CUDA_CONTEXT_BYTES, MemoryEstimate, format_bytes
-from cocktail.offload.residency import ResidencyPlan, plan_residency
+from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.speed import UNKNOWN_SPEED, DeviceSpeed
-from cocktail.planner import Lengths, Planner
+from cocktail.outlook import Outlook
+from cocktail.planner import Lengths
 from cocktail.reading import Reading
 from cocktail.report import Reporter
 
@@ -82,44 +82,29 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     limit_bytes = available if budget_bytes is None else budget_bytes
     check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
     several = len(reading.suffixes) > 1
+    lengths = Lengths(
+        prefix=len(reading.prompt.prefix_ids),
+        document=len(reading.tokenized.token_ids),
+        suffix=max(map(len, reading.suffixes)),
+        tail=reading.tail_capacity,
+        chunk_size=config.chunk_size,
+    )
     with loading(reading.folder, "configuration"):
-        planner = Planner(
+        outlook = Outlook(
             reading.hf_config,
             dtype,
+            lengths,
+            reading.scores,
+            config,
             on_card=on_cuda,
             has_budget=budget_bytes is not None,
             # An accelerator's is kept in host memory.
             keeps_context=several and budget_bytes is None,
         )
-        lengths = Lengths(
-            prefix=len(reading.prompt.prefix_ids),
-            document=len(reading.tokenized.token_ids),
-            suffix=max(map(len, reading.suffixes)),
-            tail=reading.tail_capacity,
-            chunk_size=config.chunk_size,
-        )
-        geometry = planner.geometry(lengths)
-    policy = config.kv
-    if windowed := sum(window is not None for window in geometry.windows):
-        reporter.note(f"{windowed} of {geometry.num_layers} layers have a sliding window and are not quantized")
-        policy = "fp16" if windowed == geometry.num_layers else policy
-
-    @cache
-    def plans(policy: str) -> tuple[BitPlan, ...]:
-        return tuple(plan_bits(policy, row, config.alpha, config.beta) for row in reading.scores)
-
-    kv = planner.kv_choices(lengths, policy, plans, may_lower=budget_bytes is not None)
-    workload = planner.workload(lengths, kv)
     speed = UNKNOWN_SPEED if budget_bytes is None else speed_of(device, dtype, config)
-    residency = plan_residency(planner.size, workload, budget_bytes, speed)
-    if residency is None or residency.estimate.peak_bytes > limit_bytes:
-        raise planner.refusal(lengths, workload, limit_bytes)
-    if residency.kv_policy != policy:
-        reporter.warn(
-            f"the KV cache is held at {residency.kv_policy}, not {policy}: at {policy} it takes "
-            f"{format_bytes(kv[0].nbytes)}, and nothing fits {format_bytes(limit_bytes)} then."
-        )
-    return Job(reading, plans(residency.kv_policy), geometry, lengths.layout, residency, budget_bytes)
+    residency = outlook.checked_plan(budget_bytes, limit_bytes, speed, reporter)
+    plans = outlook.bits(residency.kv_policy)
+    return Job(reading, plans, outlook.geometry, lengths.layout, residency, budget_bytes)
 
 
 def speed_of(device: torch.device, dtype: torch.dtype, config: Config) -> DeviceSpeed:

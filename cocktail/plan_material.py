@@ -11,7 +11,7 @@ from cocktail.architecture import check_supported
 from cocktail.chunk import select_window, tokenize_document
 from cocktail.citation import QUOTE_CHARS
 from cocktail.config import UNIFORM_POLICIES, Config
-from cocktail.document import Document, read_document
+from cocktail.document import Document
 from cocktail.engine import Request
 from cocktail.errors import UsageError
 from cocktail.model import context_window, load_config, load_tokenizer, loading
@@ -82,14 +82,7 @@ def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material
     """
     asked, document = request.reading, None
     if request.tokens is None:
-        document = read_document(
-            asked.document,
-            data=asked.data,
-            pages=asked.pages,
-            password=asked.password,
-            strict=asked.strict,
-            reporter=reporter,
-        )
+        document = asked.read(reporter)
     folder = resolve_model(config.model, config, reporter)
     if document is not None and asked.questions:
         return _scored(document, asked.questions[0], folder, config, reporter)

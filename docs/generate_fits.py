@@ -14,7 +14,7 @@ from cocktail.config import Config
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.gpu_cards import find_card
 from cocktail.offload.residency import ResidencyPlan
-from cocktail.plan_report import Outlook
+from cocktail.outlook import Outlook
 from cocktail.planner import Lengths
 
 FITS = Path(__file__).parent / "fits.md"
@@ -71,7 +71,7 @@ def outlook(model: str, document: int) -> Outlook:
     run = lengths(document)
     scores = np.zeros(run.layout.num_chunks, dtype=np.float32)
     hf_config = AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
-    return Outlook(hf_config, torch.bfloat16, run, scores, Config(), on_card=True)
+    return Outlook(hf_config, torch.bfloat16, run, scores[None], Config(), on_card=True)
 
 
 def render() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -14,23 +14,19 @@ from cocktail.bench.bandwidth import copy_bandwidth
 from cocktail.bench.gguf_export import bf16_gguf, check_same_model
 from cocktail.bench.kv_result import KvResult, Row
 from cocktail.bench.llama_cpp import LlamaCppVariant
-from cocktail.bench.machine import Machine
+from cocktail.bench.machine import Machine, use_threads
 from cocktail.bench.measure import PeakMemory
 from cocktail.bench.mixed_cache import MixedCacheVariant
 from cocktail.bench.transformers_cache import TransformersVariant, load_plain
 from cocktail.bench.variant import LLAMA_CPP, LLAMA_CPP_GGUF, OWN, TRANSFORMERS, VARIANTS, Variant
-from cocktail.bench.workload import Workload, choose_tokens, stretch
+from cocktail.bench.workload import Workload, choose_tokens, read_whole, stretch
 from cocktail.config import Config
 from cocktail.context import KVGeometry
-from cocktail.document import read_document
 from cocktail.engine import Request
 from cocktail.errors import BudgetError, ModelError, UsageError
 from cocktail.interrupts import check_interrupt
-from cocktail.kernels.compiled import max_threads
 from cocktail.model import LoadedModel, load_model, resolve_device_dtype
 from cocktail.model_folder import ModelFolder
-from cocktail.model_source import resolve_model
-from cocktail.reading import read_for_questions
 from cocktail.ready_kernels import ready_kernels
 from cocktail.report import Reporter, SilentReporter
 from cocktail.stopwatch import Stopwatch
@@ -71,22 +67,9 @@ def bench_kv(request: Request, benchmark: KvBenchmark, config: Config, reporter:
         raise UsageError("--max-tokens is 1; the time of a token needs two tokens at least.")
     if benchmark.tokens is not None and benchmark.tokens < config.chunk_size:
         raise UsageError(f"--tokens is {benchmark.tokens}; a chunk of {config.chunk_size} is needed at least.")
-    if benchmark.threads is not None:
-        if benchmark.threads > (limit := max_threads()):
-            raise UsageError(f"--threads is {benchmark.threads}; the kernels can have {limit} here at most.")
-        torch.set_num_threads(benchmark.threads)
-    document = read_document(
-        request.document,
-        data=request.data,
-        pages=request.pages,
-        password=request.password,
-        strict=request.strict,
-        reporter=reporter,
-    )
-    folder = resolve_model(config.model, config, reporter)
-    # Passages repeated after the document would say nothing of the cache.
-    config = replace(config, restate=0)
-    whole = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
+    use_threads(benchmark.threads)
+    whole = read_whole(request, config, reporter)
+    folder = whole.folder
     tokens = choose_tokens(whole, benchmark.tokens)
     workload = Workload(stretch(whole, tokens), config)
     gguf = benchmark.gguf or _gguf_of(folder)

@@ -14,6 +14,8 @@ import psutil
 import torch
 
 from cocktail.engine import versions
+from cocktail.errors import UsageError
+from cocktail.kernels.compiled import max_threads
 
 _PACKAGES = ("triton", "numba", "hqq", "optimum-quanto", "xllamacpp")
 
@@ -48,6 +50,19 @@ class Machine:
             versions={**versions(), **packages},
             commit=_commit(),
         )
+
+
+def use_threads(threads: int | None) -> None:
+    """Makes every variant run on so many CPU threads; None: on PyTorch's own number.
+
+    Raises:
+        UsageError: The kernels cannot have so many.
+    """
+    if threads is None:
+        return
+    if threads > (limit := max_threads()):
+        raise UsageError(f"--threads is {threads}; the kernels can have {limit} here at most.")
+    torch.set_num_threads(threads)
 
 
 def _cpu_name() -> str:

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from cocktail.bench.accelerate_offload import cpu_offload, device_map, whole_model
-from cocktail.bench.machine import Machine
+from cocktail.bench.machine import Machine, use_threads
 from cocktail.bench.offload_peak import PeakRow, measure_peak
 from cocktail.bench.offload_result import Case, DecodeRow, OffloadResult
 from cocktail.bench.offload_variant import (
@@ -31,17 +31,17 @@ from cocktail.bench.offload_variant import (
     parse_links,
 )
 from cocktail.bench.streamed_decode import Attach, DecodeRun, HostedModel, new_link, resident, streaming, synchronous
-from cocktail.bench.workload import choose_tokens, stretch
+from cocktail.bench.workload import choose_tokens, read_whole, stretch
 from cocktail.config import Config
-from cocktail.document import read_document
 from cocktail.engine import Request
 from cocktail.errors import CocktailError, UsageError
+from cocktail.interrupts import check_interrupt
 from cocktail.job import check_link, plan_job
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import load_model, resolve_device_dtype
-from cocktail.model_source import resolve_model
 from cocktail.offload.residency import spread
-from cocktail.reading import Reading, read_for_questions
+from cocktail.reading import Reading
+from cocktail.ready_kernels import ready_kernels
 from cocktail.report import Reporter
 from cocktail.rope import fix_rope
 from cocktail.stopwatch import Stopwatch
@@ -102,21 +102,10 @@ def bench_offload(request: Request, benchmark: OffloadBenchmark, config: Config,
     """
     if config.max_tokens < _WARM_UP_PASSES:
         raise UsageError("--max-tokens is 1; the first pass is not timed, so two are needed at least.")
-    if benchmark.threads is not None:
-        torch.set_num_threads(benchmark.threads)
-    document = read_document(
-        request.document,
-        data=request.data,
-        pages=request.pages,
-        password=request.password,
-        strict=request.strict,
-        reporter=reporter,
-    )
-    folder = resolve_model(config.model, config, reporter)
-    # Passages repeated after the document would say nothing of the streaming.
+    use_threads(benchmark.threads)
     passes, tail = config.max_tokens, config.max_tokens * benchmark.rows
-    config = replace(config, max_tokens=tail, restate=0, vram_bytes=None, vram_auto=False, link_bytes_per_second=None)
-    whole = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
+    config = replace(config, max_tokens=tail, vram_bytes=None, vram_auto=False, link_bytes_per_second=None)
+    whole = read_whole(request, config, reporter)
     device, dtype = resolve_device_dtype(config, whole.hf_config)
     links = benchmark.links or ((CARD_LINK,) if device.type == "cuda" else parse_links(DEFAULT_LINKS))
     if benchmark.variants:
@@ -126,7 +115,7 @@ def bench_offload(request: Request, benchmark: OffloadBenchmark, config: Config,
     reading = stretch(whole, tokens)
     result = OffloadResult(
         reading=reading,
-        model=folder,
+        model=whole.folder,
         dtype=str(dtype).removeprefix("torch."),
         kv_policy=config.kv,
         machine=Machine.of(device),
@@ -144,6 +133,7 @@ def bench_offload(request: Request, benchmark: OffloadBenchmark, config: Config,
             _measure_decoding(result, links, benchmark, config, reporter)
         with reporter.stage("peaks", total=len(result.peaks), unit="runs") as advance:
             for row in result.peaks:
+                check_interrupt()
                 measure_peak(row, whole, config, reporter)
                 advance(1)
     except KeyboardInterrupt:
@@ -187,6 +177,8 @@ def _measure_decoding(
     loaded = load_model(result.model, reading.hf_config, reading.tokenizer, config, reporter, plan=plan)
     with closing(loaded):
         fix_rope(loaded.model, reading.hf_config, job.total_tokens)
+        group = reading.hf_config.num_attention_heads // job.geometry.num_kv_heads
+        ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, Stopwatch())
         cache = MixedKVCache(job.geometry, job.layout, reading.tail_capacity, loaded.dtype, loaded.device)
         hosted = HostedModel(loaded, cache, result.rows)
         with reporter.stage("prefill"):
@@ -244,6 +236,7 @@ class _Decoding:
         return None
 
     def _run(self, case: Case, row: DecodeRow, stage: str, warms_up: bool = False) -> None:
+        check_interrupt()
         try:
             with self.reporter.stage(stage):
                 run = self._passes(row.name, case, _WARM_UP_PASSES if warms_up else None)

@@ -8,11 +8,14 @@ import numpy as np
 
 from cocktail.chunk import TokenizedDocument
 from cocktail.config import Config
+from cocktail.engine import Request
 from cocktail.errors import UsageError
 from cocktail.job import Job, plan_job
 from cocktail.model import context_window
-from cocktail.reading import Reading
+from cocktail.model_source import resolve_model
+from cocktail.reading import Reading, read_for_questions
 from cocktail.report import Reporter
+from cocktail.stopwatch import Stopwatch
 
 DEFAULT_TOKENS = 6000
 _WARM_UP_TOKENS = 1024
@@ -48,6 +51,18 @@ class Workload:
         generated = min(_WARM_UP_GENERATED, self.config.max_tokens)
         capacity = len(cut.suffixes[0]) + generated
         return Workload(replace(cut, scores=scores, tail_capacity=capacity), replace(self.config, max_tokens=generated))
+
+
+def read_whole(request: Request, config: Config, reporter: Reporter) -> Reading:
+    """The whole document with its first question, as the model reads it; passages are not repeated after it.
+
+    Raises:
+        CocktailError: as `ask` raises it for the document, the model's configuration and tokenizer, and the options.
+    """
+    document = request.read(reporter)
+    folder = resolve_model(config.model, config, reporter)
+    config = replace(config, restate=0)
+    return read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
 
 
 def choose_tokens(reading: Reading, asked: int | None) -> int:

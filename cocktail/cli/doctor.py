@@ -23,6 +23,7 @@ from cocktail.settings import project_file, resolve, user_file
 _NEEDED = ("torch", "transformers", "sentence-transformers", "pypdfium2", "bm25s")
 # What an absent package means for the user.
 _OPTIONAL = {
+    "numba": "the CPU's compiled kernels are off; plain PyTorch is used, which is slower",
     "triton": "GPU kernels are off; the torch reference is used",
     "bitsandbytes": "not needed; models are read as BF16, FP16 or FP32",
 }
@@ -56,6 +57,8 @@ def examine(config: Config) -> dict[str, Any]:
     for package, meaning in _OPTIONAL.items():
         if versions[package] is None:
             notes.append(f"{package} is not installed: {meaning}")
+    if versions["numba"] is not None and (reason := _why_no_kernels()) is not None:
+        notes.append(one_line(f"the CPU's compiled kernels are not used, and plain PyTorch is slower: {reason}"))
     wsl = _is_wsl()
     devices = _devices(problems)
     has_cuda = any(device["kind"] == "cuda" for device in devices)
@@ -116,6 +119,15 @@ def _devices(problems: list[str]) -> list[dict[str, Any]]:
             problems.append(f"cuda:{index} does not answer: {error}")
         devices.append(device)
     return devices
+
+
+def _why_no_kernels() -> str | None:
+    """Returns why the CPU's compiled kernels are not used, or None; a torch that does not load is said elsewhere."""
+    try:
+        from cocktail.kernels.compiled import why_no_cpu_kernels
+    except Exception:  # a broken native library raises anything
+        return None
+    return why_no_cpu_kernels()
 
 
 def _link_rate(has_cuda: bool, notes: list[str]) -> float | None:

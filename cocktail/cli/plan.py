@@ -21,7 +21,8 @@ from cocktail.settings import Settings, as_utf8, flag_name, parse_size, resolve
 if TYPE_CHECKING:
     from cocktail.offload.gpu_cards import GpuCard
     from cocktail.offload.residency import ResidencyPlan
-    from cocktail.plan_report import PlanReport, WhatIf
+    from cocktail.outlook import WhatIf
+    from cocktail.plan_report import PlanReport
 
 _PLAN = "Plan"
 

@@ -16,7 +16,8 @@ from cocktail.offload.budget import format_bytes
 
 if TYPE_CHECKING:
     from cocktail.offload.residency import ResidencyPlan
-    from cocktail.plan_report import KvBytes, PlanReport, WhatIf
+    from cocktail.outlook import KvBytes, WhatIf
+    from cocktail.plan_report import PlanReport
 
 _BAR_CELLS = 60
 _BLOCK, _FREE = "█", "░"

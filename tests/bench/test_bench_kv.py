@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cocktail import attention, interrupts
-from cocktail.bench import bandwidth, kv
+from cocktail.bench import bandwidth, kv, machine
 from cocktail.bench.bandwidth import CopyBandwidth, copy_bandwidth, step_weight_bytes
 from cocktail.bench.gguf_export import bf16_gguf, check_same_model, summarize
 from cocktail.bench.kv import KvBenchmark, bench_kv
@@ -393,7 +393,7 @@ def test_warm_up_meets_every_precision(reading: Reading, config: Config) -> None
 def test_numbers_that_cannot_be_measured_are_refused_before_anything_is_read(
     config: Config, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], message: str
 ) -> None:
-    monkeypatch.setattr(kv, "max_threads", lambda: 2)
+    monkeypatch.setattr(machine, "max_threads", lambda: 2)
     with pytest.raises(UsageError, match=message):
         measure(Request("no such file", (QUESTION,)), config, "fp16", **options)
 

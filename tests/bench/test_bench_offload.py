@@ -524,6 +524,7 @@ def test_nothing_measured_is_a_failure(command: Callable[..., Any]) -> None:
         (("--rows", "0"), "rows"),
         (("--max-tokens", "1"), "max-tokens"),
         (("--tokens", "5000"), "room for"),
+        (("--threads", "1000000"), "the kernels can have"),
         (("--budgets", "large"), "--budgets"),
         (("--lengths", "100"), "No budget"),
         (("--peaks-only",), "No budget"),

@@ -43,6 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         absent: tuple[str, ...] = (),
         release: str = "6.1.0-generic",
         pinned: PinnedLimit = PinnedLimit(2 * 2**30),
+        no_kernels: str | None = None,
     ) -> None:
         def version(package: str) -> str:
             if package in absent:
@@ -54,6 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr("cocktail.cli.doctor.metadata.version", version)
         monkeypatch.setattr("cocktail.cli.doctor.platform.uname", lambda: this._replace(release=release))
         monkeypatch.setattr("cocktail.cli.doctor._link_rate", lambda has_cuda, notes: 24e9 if has_cuda else 9e9)
+        monkeypatch.setattr("cocktail.cli.doctor._why_no_kernels", lambda: no_kernels)
         monkeypatch.setattr("cocktail.offload.pinned.pinned_limit", lambda: pinned)
 
     return pretend
@@ -188,3 +190,21 @@ main()
     notes = [line for line in done.stdout.decode().splitlines() if line.startswith("note")]
     assert sum("triton is not installed: " in line for line in notes) == 1
     assert sum("bitsandbytes is not installed: " in line for line in notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"no_kernels": "NUMBA_DISABLE_JIT is set"}, "slower: NUMBA_DISABLE_JIT is set"),
+        ({"absent": ("numba",)}, "numba is not installed: the CPU's compiled kernels are off"),
+    ],
+)
+def test_kernels_that_are_not_used_are_noted(
+    cocktail: Run, machine: Callable[..., None], found: dict[str, Any], message: str
+) -> None:
+    machine(**found)
+    result = cocktail("doctor")
+    assert result.code == 0
+    assert message in result.out
+    machine()
+    assert "kernels" not in cocktail("doctor").out

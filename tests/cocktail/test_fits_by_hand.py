@@ -15,7 +15,7 @@ from cocktail.config import Config
 from cocktail.offload.budget import CUDA_CONTEXT_BYTES, GRAPH_POOL_BYTES
 from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.speed import DeviceSpeed
-from cocktail.plan_report import Outlook
+from cocktail.outlook import Outlook
 from cocktail.planner import Lengths
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -93,7 +93,7 @@ def outlook(model: str, document: int, kv: str = "cocktail") -> Outlook:
     lengths = Lengths(PREFIX, document, SUFFIX, TAIL, CHUNK)
     scores = np.zeros(lengths.layout.num_chunks, dtype=np.float32)
     hf_config = AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
-    return Outlook(hf_config, torch.bfloat16, lengths, scores, Config(kv=kv, chunk_size=CHUNK), on_card=True)
+    return Outlook(hf_config, torch.bfloat16, lengths, scores[None], Config(kv=kv, chunk_size=CHUNK), on_card=True)
 
 
 def parts_by_hand(model: Dimensions, document: int, plan: ResidencyPlan) -> dict[str, int]:

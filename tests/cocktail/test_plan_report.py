@@ -20,8 +20,9 @@ from cocktail.errors import BudgetError
 from cocktail.job import Job, plan_job
 from cocktail.model_folder import ModelFolder
 from cocktail.offload.speed import DeviceSpeed
+from cocktail.outlook import Outlook
 from cocktail.plan_material import PlanRequest
-from cocktail.plan_report import Outlook, PlanReport, report_plan
+from cocktail.plan_report import PlanReport, report_plan
 from cocktail.planner import Lengths
 from cocktail.reading import read_for_questions
 from cocktail.report import SilentReporter
@@ -97,7 +98,7 @@ def test_a_run_and_its_plan_are_refused_alike(pair: Pair) -> None:
 def outlook(hf_config: PretrainedConfig, document: int, kv: str, scores: np.ndarray | None = None) -> Outlook:
     lengths = Lengths(10, document, 20, 60, 32)
     scores = np.zeros(lengths.layout.num_chunks, dtype=np.float32) if scores is None else scores
-    return Outlook(hf_config, torch.float32, lengths, scores, Config(kv=kv), on_card=False)
+    return Outlook(hf_config, torch.float32, lengths, scores[None], Config(kv=kv), on_card=False)
 
 
 @pytest.mark.parametrize("kv", ["cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2"])

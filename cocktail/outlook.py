@@ -1,0 +1,134 @@
+"""What one run would take on a device, by the budget that it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from cocktail.bit_plan import LABELS, BitPlan, plan_bits
+from cocktail.config import Config
+from cocktail.context import ContextLayout, segment_bytes
+from cocktail.offload.budget import format_bytes
+from cocktail.offload.residency import KvChoice, ResidencyPlan, plan_residency, smallest_estimate
+from cocktail.offload.speed import DeviceSpeed
+from cocktail.planner import Lengths, Planner
+from cocktail.report import Reporter
+
+
+@dataclass(frozen=True)
+class KvBytes:
+    """The KV cache of a plan, in bytes.
+
+    `chunks` counts the chunks at each precision and `by_precision` holds their bytes; `outside_chunks` are those of
+    template, remainder, sliding windows, question and answer, which are never quantized, and what lies between chunks;
+    `fp16_bytes` is what all of it would take at 16 bits.
+    """
+
+    policy: str
+    chunks: dict[str, int]
+    by_precision: dict[str, int]
+    outside_chunks: int
+    nbytes: int
+    fp16_bytes: int
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What another budget would give; where nothing fits, `smallest_bytes` is the least that would do."""
+
+    budget_bytes: int
+    plan: ResidencyPlan | None
+    smallest_bytes: int | None
+
+
+class Outlook:
+    """One run's lengths and precision, to be planned for any budget.
+
+    Args:
+        hf_config: of a supported model.
+        dtype: the run's.
+        lengths: in tokens.
+        scores: [questions, num_chunks], float32.
+        config: gives the policy of the KV cache and its thresholds.
+        on_card: whether the device is a card.
+        has_budget: whether its memory is its own, with a limit.
+        keeps_context: whether all layers' unquantized context stays on the device, for more questions.
+
+    `policy` is what the KV cache is held at if it fits, and `bits` gives each question's plan by a policy.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        dtype: torch.dtype,
+        lengths: Lengths,
+        scores: np.ndarray,
+        config: Config,
+        *,
+        on_card: bool,
+        has_budget: bool = True,
+        keeps_context: bool = False,
+    ) -> None:
+        @cache
+        def bits(policy: str) -> tuple[BitPlan, ...]:
+            return tuple(plan_bits(policy, row, config.alpha, config.beta) for row in scores)
+
+        self.lengths, self.bits, self._itemsize = lengths, bits, dtype.itemsize
+        self.planner = Planner(hf_config, dtype, on_card=on_card, has_budget=has_budget, keeps_context=keeps_context)
+        self.geometry = self.planner.geometry(lengths)
+        self.windowed = sum(window is not None for window in self.geometry.windows)
+        self.policy = "fp16" if self.windowed == self.geometry.num_layers else config.kv
+        self.kv = self._choices(self.policy, may_lower=has_budget)
+        self.workload = self.planner.workload(lengths, self.kv)
+
+    def plan(self, budget_bytes: int | None, speed: DeviceSpeed) -> ResidencyPlan | None:
+        """The fastest plan within a budget, or None."""
+        return plan_residency(self.planner.size, self.workload, budget_bytes, speed)
+
+    def checked_plan(
+        self, budget_bytes: int | None, limit_bytes: int, speed: DeviceSpeed, reporter: Reporter
+    ) -> ResidencyPlan:
+        """The fastest plan within a budget or, where there is none, the machine's memory; says what it gives up.
+
+        Raises:
+            BudgetError: Nothing fits `limit_bytes`.
+        """
+        if self.windowed:
+            layers = self.geometry.num_layers
+            reporter.note(f"{self.windowed} of {layers} layers have a sliding window and are not quantized")
+        plan = self.plan(budget_bytes, speed)
+        if plan is None or plan.estimate.peak_bytes > limit_bytes:
+            raise self.planner.refusal(self.lengths, self.workload, limit_bytes)
+        if plan.kv_policy != self.policy:
+            reporter.warn(
+                f"the KV cache is held at {plan.kv_policy}, not {self.policy}: at {self.policy} it takes "
+                f"{format_bytes(self.kv[0].nbytes)}, and nothing fits {format_bytes(limit_bytes)} then."
+            )
+        return plan
+
+    def what_if(self, budget_bytes: int, speed: DeviceSpeed) -> WhatIf:
+        """What a budget would give."""
+        plan = self.plan(budget_bytes, speed)
+        least = smallest_estimate(self.planner.size, self.workload).peak_bytes if plan is None else None
+        return WhatIf(budget_bytes, plan, least)
+
+    def kv_bytes(self, policy: str) -> KvBytes:
+        """What the KV cache takes by a policy, for the first question."""
+        bits, layout = self.bits(policy)[0], self.lengths.layout
+        by_precision = {}
+        for width, label in LABELS.items():
+            chosen = bits.k_bits[0] == width
+            if chosen.any():
+                alone = ContextLayout(0, int(chosen.sum()), layout.chunk_size, 0)
+                kept = BitPlan(policy, bits.k_bits[:, chosen], bits.v_bits[:, chosen])
+                by_precision[label] = segment_bytes(self.geometry, alone, kept, self._itemsize)
+        total = self._choices(policy, may_lower=False)[0].nbytes
+        fp16 = 2 * self.geometry.values_per_token * self.lengths.total
+        return KvBytes(policy, bits.counts(), by_precision, total - sum(by_precision.values()), total, fp16)
+
+    def _choices(self, policy: str, *, may_lower: bool) -> tuple[KvChoice, ...]:
+        return self.planner.kv_choices(self.lengths, policy, self.bits, may_lower=may_lower)
