@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from cocktail.cpu_name import cpu_name
 from cocktail.offload.link import copy_bytes, host_buffer
 from cocktail.offload.speed import DeviceSpeed
 
@@ -21,14 +21,17 @@ _COPY_BYTES = 64 * 2**20
 _MATRIX = 1024
 _REPEATS = 5
 _FILE = "calibration.json"
+_MEASURED_AT = "measured_at"
+# A card may have moved to another slot, and a machine may have been busy when it was measured.
+_MAX_AGE_SECONDS = 7 * 86400
 
 
 def device_speed(device: torch.device, dtype: torch.dtype, folder: Path) -> DeviceSpeed:
-    """Rates of a device, measured in less than a second and kept in a file of `folder` by device and versions.
+    """Rates of a device, measured within a second or so and kept for a week in a file of `folder`.
 
     A folder that cannot be written only means that it is measured again.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     key = f"{name}|{torch.get_num_threads()} threads|torch {torch.__version__}|{dtype}"
     try:
         kept = json.loads((folder / _FILE).read_text(encoding="utf-8"))
@@ -36,11 +39,14 @@ def device_speed(device: torch.device, dtype: torch.dtype, folder: Path) -> Devi
         kept = {}
     kept = kept if isinstance(kept, dict) else {}
     try:
-        return DeviceSpeed(**{field: float(value) for field, value in kept[key].items()})
+        figures = {field: float(value) for field, value in kept[key].items()}
+        if 0 <= time.time() - figures.pop(_MEASURED_AT) < _MAX_AGE_SECONDS:
+            return DeviceSpeed(**figures)
     except (KeyError, TypeError, ValueError, AttributeError):
-        speed = measure_speed(device, dtype)
+        pass
+    speed = measure_speed(device, dtype)
     with contextlib.suppress(OSError):
-        _write(folder / _FILE, {**kept, key: asdict(speed)})
+        _write(folder / _FILE, {**kept, key: {**asdict(speed), _MEASURED_AT: time.time()}})
     return speed
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
 from cocktail.errors import ModelError
-from cocktail.model_folder import safetensors_header, weight_files
+from cocktail.model_folder import read_safetensors_header, weight_files
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+# Of safetensors, by their names there.
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _BLOCK_VALUES = 1 << 20
 
 
@@ -35,8 +35,17 @@ class Checkpoint(Protocol):
 
 
 @dataclass(frozen=True)
+class _File:
+    """An open file: weights are read by whoever loads, then by the link's thread; rows meanwhile by the model."""
+
+    path: Path
+    weights: IO[bytes]
+    rows: IO[bytes]
+
+
+@dataclass(frozen=True)
 class _Place:
-    file: Path
+    file: _File
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,21 +56,23 @@ class SafetensorsCheckpoint:
 
     They are read, not mapped: reading a file that was cut meanwhile is an error, touching its map kills the process.
 
+    They stay open, so a file that is replaced meanwhile is still read as it was.
+
     Raises:
         ModelError: A file's header is damaged.
     """
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, paths: list[Path]) -> None:
         self._places: dict[str, _Place] = {}
-        self._open: dict[Path, int] = {}
-        for file in files:
-            header = safetensors_header(file)
-            with file.open("rb") as stream:
-                start = 8 + int.from_bytes(stream.read(8), "little")
+        self._files: list[_File] = []
+        for path in paths:
+            file = _File(path, path.open("rb", buffering=0), path.open("rb", buffering=0))
+            self._files.append(file)
+            header, start = read_safetensors_header(file.weights, path)
             for name, tensor in header.items():
-                if name != "__metadata__" and tensor["dtype"] in _DTYPES:
+                if name != "__metadata__" and tensor["dtype"] in DTYPES:
                     offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
-                    self._places[name] = _Place(file, offset, _DTYPES[tensor["dtype"]], shape)
+                    self._places[name] = _Place(file, offset, DTYPES[tensor["dtype"]], shape)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: place.shape for name, place in self._places.items()}
@@ -69,39 +80,47 @@ class SafetensorsCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         place = self._places[name]
         if place.dtype == out.dtype:
-            self._fill(place, place.offset, out)
+            _fill(place, place.file.weights, place.offset, out)
             return
         flat = out.view(-1)
         block = torch.empty(min(_BLOCK_VALUES, flat.numel()), dtype=place.dtype)
         for start in range(0, flat.numel(), _BLOCK_VALUES):
             part = flat[start : start + _BLOCK_VALUES]
-            self._fill(place, place.offset + start * place.dtype.itemsize, block[: part.numel()])
+            _fill(place, place.file.weights, place.offset + start * place.dtype.itemsize, block[: part.numel()])
             part.copy_(block[: part.numel()])
-
-    def _fill(self, place: _Place, offset: int, out: torch.Tensor) -> None:
-        buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
-        if place.file not in self._open:
-            self._open[place.file] = os.open(place.file, os.O_RDONLY)
-        while buffer:
-            count = os.preadv(self._open[place.file], [buffer], offset)
-            if not count:
-                raise ModelError(
-                    f"{place.file} was cut while it was read: {len(buffer):,} bytes are missing.",
-                    "Copy or download the file again.",
-                )
-            buffer, offset = buffer[count:], offset + count
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         place = self._places[name]
         found = torch.empty((len(indices), *place.shape[1:]), dtype=place.dtype)
         row_bytes = place.dtype.itemsize * place.shape[1]
         for row, index in zip(found, indices.tolist(), strict=True):
-            self._fill(place, place.offset + index * row_bytes, row)
+            _fill(place, place.file.rows, place.offset + index * row_bytes, row)
         return found
 
     def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for file in self._files:
+            file.weights.close()
+            file.rows.close()
+
+
+def _fill(place: _Place, stream: IO[bytes], offset: int, out: torch.Tensor) -> None:
+    """Reads a tensor's bytes, all of them, from an offset on."""
+    buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
+    try:
+        stream.seek(offset)
+        while buffer:
+            # An unbuffered file reads into memory as it is.
+            count: int = stream.readinto(buffer)  # type: ignore[attr-defined]
+            if not count:
+                raise ModelError(
+                    f"{place.file.path} was cut while it was read: {len(buffer):,} bytes are missing.",
+                    "Copy or download the file again.",
+                )
+            buffer = buffer[count:]
+    except OSError as error:
+        raise ModelError(
+            f"{place.file.path} cannot be read: {error.strerror}.", "Check the disk, or copy the file to another one."
+        ) from error
 
 
 class LoadedCheckpoint:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cocktail.architecture import FULL, SLIDING, layer_types
+from cocktail.architecture import layer_types
 from cocktail.attention import register
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
@@ -32,26 +33,28 @@ from cocktail.rope import fix_rope
 _SAMPLING_BYTES = 24
 # Numbers that are not worth counting: positions, tables of addresses, lengths.
 _SMALL_BYTES = 8192
+# Parts that attention of many rows on a card cuts a context into; each leaves an output in float32.
+_PARTS = 4
 _META = torch.device("meta")
 
 
-def model_size(hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSize:
-    """Bytes of a model's weights, tied ones once; no memory is taken for them."""
-    model = empty_model(hf_config, dtype, "eager")
+def model_size(model: PreTrainedModel) -> ModelSize:
+    """Bytes of a model's weights, tied ones once, those of a layer as they lie in one block."""
+    hf_config, dtype = model.config, model.dtype
     decoder: Any = model.get_decoder()
-    layers = tuple(sum(p.nbytes for p in layer.parameters()) for layer in decoder.layers)
-    slot = max(LayerLayout.of_module(layer).nbytes for layer in decoder.layers)
+    layers = tuple(LayerLayout.of_module(layer).nbytes for layer in decoder.layers)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     embedding_bytes = 0 if is_tied else embedding.weight.nbytes
     head_bytes = sum(p.nbytes for p in head.parameters()) if head is not None else 0
-    rest = total - sum(layers) - embedding_bytes - head_bytes
+    in_layers = sum(parameter.nbytes for parameter in decoder.layers.parameters())
+    rest = total - in_layers - embedding_bytes - head_bytes
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return ModelSize(
         layers=layers,
-        slot=slot,
+        slot=max(layers),
         embedding=embedding_bytes,
         head=head_bytes,
         rest=rest,
@@ -67,15 +70,23 @@ class DryRun:
     Args:
         hf_config: of a supported model.
         dtype: the run's dtype.
-        masks_causal: whether plainly causal attention takes a mask, as on a card.
+        on_card: whether the device is a card: plainly causal attention takes a mask there.
+
+    `size` tells the model's weights.
     """
 
-    def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype, masks_causal: bool) -> None:
+    def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype, on_card: bool) -> None:
         register()
-        self._config, self._dtype, self._masks_causal = hf_config, dtype, masks_causal
-        self._short = _few_layers(hf_config)
+        self._config, self._dtype, self._on_card = hf_config, dtype, on_card
         with _META:
-            self._model: PreTrainedModel = empty_model(self._short, dtype, "cocktail")
+            self._model: PreTrainedModel = empty_model(hf_config, dtype, "cocktail")
+        self.size = model_size(self._model)
+        # Without a device the product of grouped experts takes nothing else.
+        self._counted = torch.bfloat16 if _groups_experts(self._model) else dtype
+        if self._counted != dtype:
+            with _META:
+                self._model = empty_model(hf_config, self._counted, "cocktail")
+        self._short = _keep_few_layers(self._model)
 
     def activations(
         self, layout: ContextLayout, suffix_tokens: int, tail_capacity: int, segment_tokens: int, hidden_on_host: bool
@@ -88,8 +99,8 @@ class DryRun:
         ledger = Ledger()
         offload = Offload(Accelerator(_META, NoLink(), ledger), None, None)
         with offload.accelerator.active():
-            cache = MixedKVCache(geometry, layout, tail_capacity, self._dtype, _META)
-            cache.masks_causal = self._masks_causal
+            cache = MixedKVCache(geometry, layout, tail_capacity, self._counted, _META)
+            cache.masks_causal = self._on_card
             with offload.accelerator.host(hidden_on_host):
                 lengths = (layout.context_len, suffix_tokens)
                 context_ids, suffix_ids = (torch.empty(n, dtype=torch.int64, device=_META) for n in lengths)
@@ -105,14 +116,23 @@ class DryRun:
                 cut=_last,
             )
         total = ledger.peak_bytes - cache.reserved_bytes
-        row = self._dtype.itemsize
+        row, counted = self._dtype.itemsize, self._counted.itemsize
         context = 2 * layout.context_len * geometry.num_kv_heads * geometry.head_dim * row
         rows = 0 if hidden_on_host else layout.context_len + suffix_tokens
         hidden = rows * self._config.hidden_size * row
         rotary = 2 * rows * geometry.head_dim * row
         sampling = self._config.vocab_size * (row + _SAMPLING_BYTES)
-        workspace = max(total, sampling) - context - hidden - rotary
+        held = context + hidden + rotary
+        workspace = max(total * row // counted, sampling) - held
+        if self._on_card:
+            suffix_rows = min(suffix_tokens, segment_tokens)
+            workspace += _PARTS * suffix_rows * self._config.num_attention_heads * (geometry.head_dim + 1) * 4
         return Activations(context, hidden, rotary, workspace + _SMALL_BYTES)
+
+
+def _groups_experts(model: PreTrainedModel) -> bool:
+    """Whether the weights of a layer's experts are one tensor, which one product reads."""
+    return any(parameter.dim() == 3 for parameter in model.parameters())
 
 
 def _last(length: int, step: int) -> list[tuple[int, int]]:
@@ -121,15 +141,35 @@ def _last(length: int, step: int) -> list[tuple[int, int]]:
     return every[-2:]
 
 
-def _few_layers(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration with two layers, or three if they are of two kinds."""
-    short = copy.deepcopy(hf_config)
-    kinds = layer_types(hf_config)
-    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    # Whatever a layer of either kind takes must also be seen after the segments of another were allocated.
-    chosen = [first[FULL], first[SLIDING], first[FULL]] if len(first) > 1 else [0, 1][: len(kinds)]
-    short.num_hidden_layers = len(chosen)
-    for name, value in vars(hf_config).items():
-        if isinstance(value, list) and len(value) == len(kinds):
-            setattr(short, name, [value[index] for index in chosen])
+def _keep_few_layers(model: PreTrainedModel) -> PretrainedConfig:
+    """Leaves a model one layer of each kind and set of weights, two at least; the configuration that says so."""
+    decoder: Any = model.get_decoder()
+    kinds, short = layer_types(model.config), copy.deepcopy(model.config)
+    first: dict[Any, int] = {}
+    for index, layer in enumerate(decoder.layers):
+        weights = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+        first.setdefault((kinds[index], weights), index)
+    chosen = list(first.values())
+    # Whatever a layer takes must also be seen after the segments of others were allocated.
+    if len(chosen) > 1:
+        chosen.append(chosen[0])
+    else:
+        chosen += [1] if len(kinds) > 1 else []
+    decoder.layers = nn.ModuleList([_renumbered(decoder.layers[index], place) for place, index in enumerate(chosen)])
+    for config in {id(config): config for config in (short, model.config, decoder.config)}.values():
+        config.num_hidden_layers = len(chosen)
+        for name, value in list(vars(config).items()):
+            if isinstance(value, list) and len(value) == len(kinds):
+                setattr(config, name, [value[index] for index in chosen])
     return short
+
+
+def _renumbered(layer: nn.Module, place: int) -> nn.Module:
+    """The layer as another one of the cache: one that stands twice in a model is two there."""
+    again = copy.copy(layer)
+    again._modules = dict(layer._modules)
+    for name, part in again._modules.items():
+        if hasattr(part, "layer_idx"):
+            again._modules[name] = copy.copy(part)
+            again._modules[name].layer_idx = place  # type: ignore[union-attr]
+    return again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -29,8 +29,8 @@ from cocktail.chunk import TokenizedDocument, tokenize_document
 from cocktail.citation import cite
 from cocktail.config import Config
 from cocktail.document import Document, read_document
-from cocktail.errors import BudgetError
 from cocktail.offload.budget import CUDA_CONTEXT_BYTES
+from cocktail.out_of_memory import memory_errors
 from cocktail.report import Reporter, StageContext
 from cocktail.stopwatch import Stopwatch
 
@@ -117,12 +117,20 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
         from cocktail.model import load_model
         from cocktail.model_source import resolve_model
         from cocktail.reading import read_for_questions
-    with _memory_errors():
+    with memory_errors():
         folder = resolve_model(config.model, config, recorder)
         reading = read_for_questions(document, request.questions, folder, config, recorder, watch)
         job = plan_job(reading, config, recorder)
         with watch.measure("load"):
-            loaded = load_model(folder, reading.hf_config, reading.tokenizer, config, recorder, plan=job.residency)
+            loaded = load_model(
+                folder,
+                reading.hf_config,
+                reading.tokenizer,
+                config,
+                recorder,
+                plan=job.residency,
+                host_bytes=job.stored_bytes,
+            )
         with closing(loaded):
             yield from _answers(request.questions, job, loaded, config, recorder, watch)
 
@@ -197,7 +205,7 @@ def _prefill(
     accelerator = None if offload is None else offload.accelerator
     stored = StoredContext(accelerator) if len(suffixes) > 1 else None
     on_host = job.residency.hidden_on_host
-    if offload is not None and on_host and job.hidden_bytes(loaded.dtype.itemsize) > free_host_bytes():
+    if offload is not None and on_host and job.hidden_bytes > free_host_bytes():
         offload.rows_file = models_dir(config).parent
         reporter.note("host memory has no room for the hidden states: they are kept in a file meanwhile")
     home = torch.device("cpu") if on_host else loaded.device
@@ -360,25 +368,3 @@ def _measured_peak(loaded: LoadedModel) -> int | None:
     if loaded.offload is None:
         return None
     return loaded.offload.peak_bytes + (CUDA_CONTEXT_BYTES if loaded.device.type == "cuda" else 0)
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    """Turns running out of memory, on a card or on the machine, into a BudgetError."""
-    import torch
-
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _out_of_memory() from error
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise _out_of_memory() from error
-
-
-def _out_of_memory() -> BudgetError:
-    return BudgetError(
-        "Memory ran out; other programs may have taken some since the run was planned.",
-        "Close other programs, read fewer pages (--pages), or use a smaller model (-m).",
-    )

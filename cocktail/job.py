@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import psutil
@@ -11,12 +12,13 @@ from cocktail.bit_plan import BitPlan
 from cocktail.calibration import device_speed, link_rate
 from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry
-from cocktail.errors import UsageError
+from cocktail.errors import BudgetError, UsageError
 from cocktail.model import loading, resolve_device_dtype
 from cocktail.model_folder import models_dir
 from cocktail.offload.budget import CUDA_CONTEXT_BYTES, MemoryEstimate, format_bytes
 from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.speed import UNKNOWN_SPEED, DeviceSpeed
+from cocktail.offloaded_model import free_host_bytes
 from cocktail.outlook import Outlook
 from cocktail.planner import Lengths
 from cocktail.reading import Reading
@@ -38,6 +40,7 @@ class Job:
     layout: ContextLayout
     residency: ResidencyPlan
     budget_bytes: int | None
+    itemsize: int
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -54,10 +57,18 @@ class Job:
         """The longest that the sequence can become."""
         return self.layout.context_len + self.reading.tail_capacity
 
-    def hidden_bytes(self, itemsize: int) -> int:
+    @property
+    def hidden_bytes(self) -> int:
         """Bytes of the hidden states of context and suffix."""
         tokens = self.layout.context_len + max(map(len, self.reading.suffixes))
-        return tokens * int(self.reading.hf_config.hidden_size) * itemsize
+        return tokens * int(self.reading.hf_config.hidden_size) * self.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Host memory that the unquantized context of all layers takes, which later questions are sealed from."""
+        if len(self.reading.suffixes) == 1 or self.budget_bytes is None:
+            return 0
+        return self.geometry.values_per_token * self.layout.context_len * self.itemsize
 
     @property
     def context_ids(self) -> list[int]:
@@ -75,11 +86,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     """
     device, dtype = resolve_device_dtype(config, reading.hf_config)
     on_cuda = device.type == "cuda"
-    available = free_bytes(on_cuda)
-    # A card has a limit whether or not one is given.
-    is_auto = config.vram_auto or (on_cuda and config.vram_bytes is None)
-    budget_bytes = int(available * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
-    limit_bytes = available if budget_bytes is None else budget_bytes
+    budget_bytes, limit_bytes = budget_of(config, device, reporter)
     check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
     several = len(reading.suffixes) > 1
     lengths = Lengths(
@@ -101,10 +108,38 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
             # An accelerator's is kept in host memory.
             keeps_context=several and budget_bytes is None,
         )
-    speed = UNKNOWN_SPEED if budget_bytes is None else speed_of(device, dtype, config)
-    residency = outlook.checked_plan(budget_bytes, limit_bytes, speed, reporter)
+        speed = UNKNOWN_SPEED if budget_bytes is None else speed_of(device, dtype, config)
+        # A few of the model's layers are run for it.
+        residency = outlook.checked_plan(budget_bytes, limit_bytes, speed, reporter)
     plans = outlook.bits(residency.kv_policy)
-    return Job(reading, plans, outlook.geometry, lengths.layout, residency, budget_bytes)
+    job = Job(reading, plans, outlook.geometry, lengths.layout, residency, budget_bytes, dtype.itemsize)
+    if job.stored_bytes > (free := free_host_bytes()):
+        raise BudgetError(
+            f"With several questions the document's unquantized KV is kept in host memory: "
+            f"{format_bytes(job.stored_bytes, math.ceil)}, and {format_bytes(max(free, 0), math.floor)} are free.",
+            "Ask one question at a time.",
+        )
+    return job
+
+
+def budget_of(config: Config, device: torch.device, reporter: Reporter) -> tuple[int | None, int]:
+    """What a run may take of a device, None for a CPU that is not given a budget, and what it may take at most then."""
+    on_cuda = device.type == "cuda"
+    available = free_bytes(on_cuda)
+    # A card has a limit whether or not one is given.
+    if config.vram_auto or (on_cuda and config.vram_bytes is None):
+        budget_bytes = int(available * (1 - AUTO_MARGIN))
+        return budget_bytes, budget_bytes
+    if config.vram_bytes is None:
+        return None, available
+    if config.vram_bytes > available:
+        where = "the card" if on_cuda else "this machine"
+        reporter.warn(
+            f"--vram is {format_bytes(config.vram_bytes)}, and {format_bytes(available, math.floor)} are free on "
+            f"{where}: the run is planned for those."
+        )
+    budget_bytes = min(config.vram_bytes, available)
+    return budget_bytes, budget_bytes
 
 
 def speed_of(device: torch.device, dtype: torch.dtype, config: Config) -> DeviceSpeed:

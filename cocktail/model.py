@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cocktail.checkpoint import Checkpoint, LoadedCheckpoint
+from cocktail.checkpoint import DTYPES, Checkpoint, LoadedCheckpoint
 from cocktail.config import Config
 from cocktail.cpu_modules import use_cpu_kernels
 from cocktail.errors import CocktailError, ModelError, UsageError
+from cocktail.interrupts import check_interrupt
 from cocktail.kernels.compiled import cpu_kernels, keep_compiled_in
 from cocktail.model_folder import ModelFolder, check_files, models_dir, safetensors_header, weight_files
 from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.residency import ResidencyPlan
-from cocktail.offloaded_model import Offload, load_offloaded
+from cocktail.offloaded_model import Offload, free_host_bytes, load_offloaded
+from cocktail.out_of_memory import is_out_of_memory
 from cocktail.report import Reporter
 
 # What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
@@ -44,7 +46,6 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _MAX_REASON_CHARS = 300
-_SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def load_model(
     reporter: Reporter,
     attn_implementation: str = "cocktail",
     plan: ResidencyPlan | None = None,
+    host_bytes: int = 0,
 ) -> LoadedModel:
     """The decoder with its weights on the device, in evaluation mode and without gradients.
 
@@ -120,6 +122,7 @@ def load_model(
         reporter: Receives the "load" stage.
         attn_implementation: "cocktail", or one of transformers' own.
         plan: Where the weights go; None, or a plan without a budget: all to the device.
+        host_bytes: Host memory that the run takes later, and that streamed layers must leave.
 
     Raises:
         ModelError: The weights are damaged or incomplete.
@@ -134,11 +137,15 @@ def load_model(
 
         attention.register()
     offload = None
-    with reporter.stage("load"):
-        if plan is None or plan.budget_bytes is None:
+    by_plan = plan is not None and plan.budget_bytes is not None
+    total, unit = (hf_config.num_hidden_layers, "layers") if by_plan else (None, "")
+    with reporter.stage("load", total, unit) as advance:
+        if plan is None or not by_plan:
             model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
         else:
-            model, offload = _load_by_plan(folder, hf_config, device, dtype, plan, config, reporter)
+            model, offload = _load_by_plan(
+                folder, hf_config, device, dtype, plan, config, reporter, host_bytes=host_bytes, advance=advance
+            )
         if device.type == "cpu" and cpu_kernels():
             # Before the first kernel is imported, which then knows where its code is kept.
             keep_compiled_in(models_dir(config).parent / "kernels")
@@ -224,10 +231,12 @@ def loading(folder: ModelFolder, part: str) -> Iterator[None]:
     try:
         with quiet_transformers():
             yield
-    except (CocktailError, MemoryError, torch.OutOfMemoryError):
+    except CocktailError:
         raise
     # transformers, tokenizers and safetensors raise classes of their own, and what Python raises for a wrong value.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise _cannot_load(folder, part, error) from error
 
 
@@ -239,6 +248,9 @@ def _load_by_plan(
     plan: ResidencyPlan,
     config: Config,
     reporter: Reporter,
+    *,
+    host_bytes: int,
+    advance: Callable[[int], None],
 ) -> tuple[PreTrainedModel, Offload]:
     assert plan.budget_bytes is not None
 
@@ -247,13 +259,26 @@ def _load_by_plan(
         whole = _load_weights(folder, hf_config, torch.device("cpu"), dtype, "eager")
         return LoadedCheckpoint(dict(whole.named_parameters()))
 
+    def loaded(layers: int) -> None:
+        check_interrupt()
+        advance(layers)
+
     if device.type == "cuda":
         accelerator = Accelerator.card(device, plan.budget_bytes - plan.estimate.device_context)
     else:
         accelerator = Accelerator.emulated(plan.budget_bytes, config.link_bytes_per_second)
     try:
         with loading(folder, "weights"), accelerator.active():
-            model, offload = load_offloaded(folder.path, hf_config, dtype, plan, accelerator, load_whole)
+            model, offload = load_offloaded(
+                folder.path,
+                hf_config,
+                dtype,
+                plan,
+                accelerator,
+                load_whole,
+                advance=loaded,
+                host_bytes=free_host_bytes() - host_bytes,
+            )
             if offload.stream is not None:
                 offload.stream.attach()
     except BaseException:
@@ -333,8 +358,8 @@ def _dtype_of_weights(path: Path) -> torch.dtype | None:
     for file in weight_files(path):
         if file.suffix == ".safetensors":
             for name, tensor in safetensors_header(file).items():
-                if name != "__metadata__" and tensor["dtype"] in _SAFETENSORS_DTYPES:
-                    return _SAFETENSORS_DTYPES[tensor["dtype"]]
+                if name != "__metadata__" and tensor["dtype"] in DTYPES:
+                    return DTYPES[tensor["dtype"]]
     return None
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
@@ -114,18 +115,27 @@ def sha256_of(file: Path) -> str:
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:
-    """The file's tensor table: name to dtype, shape and data_offsets.
+    """See `read_safetensors_header`; opens the file for it alone."""
+    with file.open("rb") as stream:
+        return read_safetensors_header(stream, file)[0]
+
+
+def read_safetensors_header(stream: IO[bytes], file: Path) -> tuple[dict[str, Any], int]:
+    """An open file's tensor table, name to dtype, shape and data_offsets, and where the data begins.
+
+    Args:
+        stream: at its start.
+        file: for messages.
 
     Raises:
         ModelError: The header is cut or unreadable, or the data that it promises is not all there.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= _MAX_HEADER_BYTES:
-            raise _damaged(file, f"it holds {size:,} bytes and no safetensors header")
-        raw = stream.read(length)
+    size = os.fstat(stream.fileno()).st_size
+    prefix = stream.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+    if not 2 <= length <= _MAX_HEADER_BYTES:
+        raise _damaged(file, f"it holds {size:,} bytes and no safetensors header")
+    raw = stream.read(length)
     try:
         header: dict[str, Any] = json.loads(raw)
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
@@ -134,7 +144,7 @@ def safetensors_header(file: Path) -> dict[str, Any]:
     needed = 8 + length + max(ends, default=0)
     if size != needed:
         raise _damaged(file, f"it holds {size:,} bytes and needs {needed:,}")
-    return header
+    return header, 8 + length
 
 
 def check_files(folder: Path) -> None:

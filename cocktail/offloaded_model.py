@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from cocktail.checkpoint import Checkpoint, RenamedCheckpoint, open_checkpoint, stored_names
+from cocktail.disk import check_space, map_disk_errors
 from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.host_weights import HostWeights, LayerLayout, hold
@@ -86,10 +87,17 @@ class Offload:
     def _rows_in_file(ids: torch.Tensor, own: Callable[[torch.Tensor], torch.Tensor], folder: Path) -> torch.Tensor:
         """Embeddings in a nameless file, mapped; the file goes with the tensor."""
         first = own(ids[:, :1])
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix="hidden-")
+        shape = (*ids.shape, first.shape[-1])
+        nbytes = math.prod(shape) * first.itemsize
+        with map_disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            check_space(folder, nbytes, "What the hidden states of this document take")
+            descriptor, name = tempfile.mkstemp(dir=folder, prefix="hidden-")
         try:
-            shape = (*ids.shape, first.shape[-1])
+            with map_disk_errors(folder):
+                if hasattr(os, "posix_fallocate"):
+                    # Writing to a map whose file has no room on the disk would end the process.
+                    os.posix_fallocate(descriptor, 0, nbytes)
             rows = torch.from_file(name, shared=True, size=math.prod(shape), dtype=first.dtype).view(shape)
         finally:
             os.close(descriptor)
@@ -189,10 +197,7 @@ def load_offloaded(
     embedding: Any = model.get_input_embeddings()
     on_host = {embedding: "weight"} if plan.embedding_on_host or plan.hidden_on_host else {}
 
-    def to_device(name: str) -> None:
-        parameter = places[name][0][0]._parameters[places[name][0][1]]
-        assert parameter is not None
-        weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=accelerator.device)
+    def fill(name: str, weight: torch.Tensor) -> None:
         _read(checkpoint, name, weight, accelerator)
         for module, attribute in places[name]:
             if on_host.get(module) != attribute:
@@ -201,12 +206,18 @@ def load_offloaded(
     for name in places:
         only_looked_up = all(on_host.get(module) == attribute for module, attribute in places[name])
         if name not in in_layers and not only_looked_up:
-            to_device(name)
+            module, attribute = places[name][0]
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            fill(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=accelerator.device))
     streamed = set(plan.streamed)
-    for index, layer in enumerate(names):
+    for index, layer in enumerate(layers):
         if index not in streamed:
-            for name in layer:
-                to_device(name)
+            layout = LayerLayout.of_module(layer)
+            # One block: a card's allocator rounds each one up.
+            block = torch.empty(layout.nbytes, dtype=torch.uint8, device=accelerator.device)
+            for name, span in zip(names[index], layout.weights, strict=True):
+                fill(name, span.view(block))
             advance(1)
     _move_buffers(model, set(on_host), accelerator)
     limit = free_host_bytes() if host_bytes is None else host_bytes
@@ -229,8 +240,12 @@ def _places(model: PreTrainedModel) -> dict[str, _Places]:
 
 
 def _parameter_names(model: PreTrainedModel, layer: nn.Module) -> list[str]:
-    prefix = next(name for name, module in model.named_modules() if module is layer)
+    prefix = _name_of(layer, model)
     return [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
+
+
+def _name_of(layer: nn.Module, model: PreTrainedModel) -> str:
+    return next(name for name, module in model.named_modules() if module is layer)
 
 
 def _matching(folder: Path, model: PreTrainedModel, load_whole: Callable[[], Checkpoint]) -> Checkpoint:
@@ -274,8 +289,7 @@ def _stream(
         return None, None
     layouts = []
     for index in streamed:
-        prefix = next(name for name, module in model.named_modules() if module is layers[index])
-        layouts.append((prefix, LayerLayout.of_module(layers[index])))
+        layouts.append((_name_of(layers[index], model), LayerLayout.of_module(layers[index])))
     slot_bytes = max(layout.nbytes for _, layout in layouts)
     slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=accelerator.device) for _ in range(NUM_SLOTS)]
     with accelerator.host():

@@ -42,21 +42,20 @@ def report_plan(request: PlanRequest, config: Config, reporter: Reporter) -> Pla
     if request.card is not None:
         target = named_card(material.hf_config, config, request.card, reporter)
     else:
-        target = this_machine(material.hf_config, config, emulates=bool(request.what_if))
+        target = this_machine(material.hf_config, config, reporter, emulates=bool(request.what_if))
     has_budget = target.budget_bytes is not None or bool(request.what_if)
     if material.assumed is not None:
         reporter.note(material.assumed)
-    with reporter.stage("plan"):
-        with loading(material.folder, "configuration"):
-            outlook = Outlook(
-                material.hf_config,
-                target.dtype,
-                material.lengths,
-                material.scores[None],
-                config,
-                on_card=target.on_card,
-                has_budget=has_budget,
-            )
+    with reporter.stage("plan"), loading(material.folder, "configuration"):
+        outlook = Outlook(
+            material.hf_config,
+            target.dtype,
+            material.lengths,
+            material.scores[None],
+            config,
+            on_card=target.on_card,
+            has_budget=has_budget,
+        )
         plan = None
         if target.budget_bytes is not None or not request.what_if:
             plan = outlook.checked_plan(target.budget_bytes, target.limit_bytes, target.speed, reporter)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from cocktail.config import Config
+from cocktail.cpu_name import cpu_name
 from cocktail.errors import UsageError
-from cocktail.job import AUTO_MARGIN, check_link, free_bytes, speed_of
+from cocktail.job import AUTO_MARGIN, budget_of, check_link, speed_of
 from cocktail.model import resolve_device_dtype
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.gpu_cards import GpuCard
@@ -41,10 +41,11 @@ class Target:
     is_measured: bool
 
 
-def this_machine(hf_config: Any, config: Config, *, emulates: bool) -> Target:
+def this_machine(hf_config: Any, config: Config, reporter: Reporter, *, emulates: bool) -> Target:
     """What `ask` would run on.
 
     Args:
+        reporter: receives a warning where the budget is more than is free.
         emulates: whether a CPU stands in for a card although no budget is given.
 
     Raises:
@@ -52,16 +53,14 @@ def this_machine(hf_config: Any, config: Config, *, emulates: bool) -> Target:
     """
     device, dtype = resolve_device_dtype(config, hf_config)
     on_card = device.type == "cuda"
-    available = free_bytes(on_card)
-    is_auto = config.vram_auto or (on_card and config.vram_bytes is None)
-    budget_bytes = int(available * (1 - AUTO_MARGIN)) if is_auto else config.vram_bytes
+    budget_bytes, limit_bytes = budget_of(config, device, reporter)
     check_link(config, device, emulated=not on_card and (emulates or budget_bytes is not None))
     return Target(
-        name=torch.cuda.get_device_name(device) if on_card else platform.processor() or platform.machine(),
+        name=torch.cuda.get_device_name(device) if on_card else cpu_name(),
         on_card=on_card,
         dtype=dtype,
         budget_bytes=budget_bytes,
-        limit_bytes=available if budget_bytes is None else budget_bytes,
+        limit_bytes=limit_bytes,
         speed=speed_of(device, dtype, config),
         is_measured=True,
     )

@@ -13,9 +13,16 @@ import torch
 
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
-from cocktail.dry_run import DryRun, model_size
+from cocktail.dry_run import DryRun
 from cocktail.errors import BudgetError
-from cocktail.offload.budget import CUDA_CONTEXT_BYTES, GRAPH_POOL_BYTES, Activations, MemoryEstimate, format_bytes
+from cocktail.offload.budget import (
+    ALLOCATOR_BYTES,
+    CUDA_CONTEXT_BYTES,
+    GRAPH_POOL_BYTES,
+    Activations,
+    MemoryEstimate,
+    format_bytes,
+)
 from cocktail.offload.residency import KvChoice, Workload, smallest_estimate
 
 # What the KV cache is held at, best first, where nothing fits at the precision asked for.
@@ -65,10 +72,10 @@ class Planner:
     def __init__(
         self, hf_config: Any, dtype: torch.dtype, *, on_card: bool, has_budget: bool, keeps_context: bool = False
     ) -> None:
-        self.size = model_size(hf_config, dtype)
         self._config, self._dtype = hf_config, dtype
         self._on_card, self._has_budget, self._keeps_context = on_card, has_budget, keeps_context
-        self._dry_run = DryRun(hf_config, dtype, masks_causal=on_card)
+        self._dry_run = DryRun(hf_config, dtype, on_card)
+        self.size = self._dry_run.size
 
     def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
         """A run of some lengths, its KV cache held by the first choice that fits."""
@@ -91,6 +98,7 @@ class Planner:
             activations=activations,
             kv=kv,
             device_context_bytes=CUDA_CONTEXT_BYTES if self._on_card else 0,
+            allocator_bytes=ALLOCATOR_BYTES if self._on_card else 0,
             step_graph_bytes=GRAPH_POOL_BYTES + vocab_bytes if self._on_card else 0,
             stored_context_bytes=(len(self.size.layers) - 1) * context * self._dtype.itemsize
             if self._keeps_context
@@ -129,9 +137,14 @@ class Planner:
             if longest
             else "take a smaller model (-m): this one does not fit even with the shortest document"
         )
-        what = "needs at least" if self._has_budget else "needs"
+        limit = format_bytes(limit_bytes, math.floor)
+        if not self._has_budget:
+            return BudgetError(
+                f"The run needs {needed} ({listed}); this machine has {limit} free.",
+                f"Close other programs, or {document}.",
+            )
         return BudgetError(
-            f"The run {what} {needed} ({listed}); the budget is {format_bytes(limit_bytes, math.floor)}.",
+            f"The run needs at least {needed} ({listed}); the budget is {limit}.",
             f"Give --vram {needed.replace(' ', '')} or more, or {document}.",
         )
 
@@ -139,7 +152,7 @@ class Planner:
         return smallest_estimate(self.size, workload, may_offload=self._has_budget)
 
     def _longest(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> int:
-        """Tokens of the longest document that fits, to a hundredth of this one's; 0 if none does."""
+        """Tokens of the longest document that fits, to a hundredth of this one's or a chunk; 0 if none does."""
         policy = workload.kv[-1].policy
 
         def fits(document: int) -> bool:
@@ -149,6 +162,9 @@ class Planner:
             return self._least(self.workload(shorter, kv)).peak_bytes <= limit_bytes
 
         step = max(1, lengths.document // _LENGTH_STEPS)
+        if not fits(step):
+            # Not even one step of a long document: then to a chunk.
+            step = lengths.chunk_size
         low, high = 0, lengths.document // step
         while high - low > 1:
             middle = (low + high) // 2

@@ -27,6 +27,7 @@ from cocktail.errors import BudgetError, ModelError, UsageError
 from cocktail.interrupts import check_interrupt
 from cocktail.model import LoadedModel, load_model, resolve_device_dtype
 from cocktail.model_folder import ModelFolder
+from cocktail.out_of_memory import is_out_of_memory
 from cocktail.ready_kernels import ready_kernels
 from cocktail.report import Reporter, SilentReporter
 from cocktail.stopwatch import Stopwatch
@@ -188,7 +189,7 @@ def _gguf_of(folder: ModelFolder) -> Path | None:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return "out of memory"
     line = str(error).strip().split("\n")[0]
     return line if isinstance(error, ImportError) and line else f"{type(error).__name__}: {line}"

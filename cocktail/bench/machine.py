@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from cocktail.cpu_name import cpu_name
 from cocktail.engine import versions
 from cocktail.errors import UsageError
 from cocktail.kernels.compiled import max_threads
@@ -35,7 +35,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
-        cpu = _cpu_name()
+        cpu = cpu_name()
         packages = {}
         for package in _PACKAGES:
             with suppress(metadata.PackageNotFoundError):
@@ -63,14 +63,6 @@ def use_threads(threads: int | None) -> None:
     if threads > (limit := max_threads()):
         raise UsageError(f"--threads is {threads}; the kernels can have {limit} here at most.")
     torch.set_num_threads(threads)
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -40,6 +40,7 @@ from cocktail.job import check_link, plan_job
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import load_model, resolve_device_dtype
 from cocktail.offload.residency import spread
+from cocktail.out_of_memory import is_out_of_memory
 from cocktail.reading import Reading
 from cocktail.ready_kernels import ready_kernels
 from cocktail.report import Reporter
@@ -245,9 +246,7 @@ class _Decoding:
         # accelerate raises anything; the rest of the variants can still be measured.
         except Exception as error:
             line = str(error).strip().split("\n")[0]
-            row.reason = (
-                "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {line}"
-            )
+            row.reason = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {line}"
         else:
             if not warms_up:
                 row.runs.append(run)

@@ -167,8 +167,10 @@ Attach = Callable[[HostedModel, Collection[int], Link], AbstractContextManager[C
 def resident(hosted: HostedModel, streamed: Collection[int], link: Link) -> Iterator[CountCopied]:
     """Every layer is on the device and nothing is copied."""
     hosted.place(())
-    yield lambda: 0
-    hosted.place(range(len(hosted.layers)))
+    try:
+        yield lambda: 0
+    finally:
+        hosted.place(range(len(hosted.layers)))
 
 
 @contextmanager
@@ -226,6 +228,5 @@ def _hosted_layers(loaded: LoadedModel) -> tuple[HostLayer, ...]:
                 "Host memory has no room for the model's layers, which this benchmark keeps there.",
                 "Close other programs, or use a smaller model (-m).",
             )
-        layout = LayerLayout.of([(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()])
-        hosted.append(HostLayer(module, layout, host))
+        hosted.append(HostLayer(module, LayerLayout.of_module(module), host))
     return tuple(hosted)

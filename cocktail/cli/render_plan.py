@@ -33,6 +33,7 @@ _LOOKS = {
     "substitutes": ("D", "bright_cyan"),
     "stored context": ("C", "bright_green"),
     "device context": ("X", "white"),
+    "allocator": ("B", "bright_black"),
     "step graphs": ("G", "bright_yellow"),
 }
 _OTHER = ("O", "red")

@@ -7,6 +7,11 @@ from dataclasses import dataclass, fields
 
 # A CUDA context with cuBLAS handles; what nvidia-smi shows for an idle PyTorch process on recent drivers.
 CUDA_CONTEXT_BYTES = 450_000_000
+# What PyTorch's allocator takes of a card beyond the tensors: 32 MiB for the workspace of cuBLAS, two segments of 20
+# MiB that are partly filled, and some large blocks that are rounded up to 2 MiB. An assumption.
+ALLOCATOR_BYTES = 100_000_000
+# A large block is rounded up to a multiple of it.
+ALLOCATION_STEP = 2 << 20
 # What the graphs of decode steps take beside logits: the allocator gives their pool a segment of 2 MiB for small and
 # one of 20 MiB for larger temporaries, the driver keeps some KiB for each of a few thousand kernels, and cuBLAS a
 # workspace of up to 32 MiB for the stream that is captured.
@@ -50,6 +55,7 @@ class MemoryEstimate:
     substitutes: int = 0
     stored_context: int = 0
     device_context: int = 0
+    allocator: int = 0
     step_graphs: int = 0
 
     @property

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cocktail.offload.budget import SEGMENT_TOKENS, WORKSPACE_BYTES, Activations, MemoryEstimate
+from cocktail.offload.budget import ALLOCATION_STEP, SEGMENT_TOKENS, WORKSPACE_BYTES, Activations, MemoryEstimate
 from cocktail.offload.speed import DeviceSpeed
 from cocktail.offload.weight_stream import NUM_SLOTS
 
 # Tokens of an answer of usual length.
 ANSWER_TOKENS = 128
+# What a layer costs for each segment, whatever its rows: Python and the launches of a dozen kernels. An assumption.
+LAUNCH_SECONDS = 0.0003
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Workload:
         activations: what a prefill in segments of so many rows takes, with hidden states in host memory or not.
         kv: the policy that was asked for, then those to be tried if nothing else fits, best first.
         device_context_bytes: 0 where there is none.
+        allocator_bytes: what the allocator takes beyond tensors; each resident layer then rounds up too.
         step_graph_bytes: what graphs of decode steps take; they are captured only if every layer is resident.
         stored_context_bytes: unquantized keys and values of all other layers that stay on the device.
     """
@@ -98,6 +101,7 @@ class Workload:
     activations: Callable[[int, bool], Activations]
     kv: Sequence[KvChoice]
     device_context_bytes: int = 0
+    allocator_bytes: int = 0
     step_graph_bytes: int = 0
     stored_context_bytes: int = 0
 
@@ -214,8 +218,6 @@ def _fitting(
             streamed = spread(num_layers, count)
             if _estimate(size, workload, kv, draft, streamed, *placement).peak_bytes <= budget_bytes:
                 yield _plan(size, workload, kv, budget_bytes, speed, draft, streamed, placement)
-                if count == 0 and streamed_layers is None:
-                    return  # nothing is moved, and what comes later only moves more or cuts shorter
                 break
 
 
@@ -232,6 +234,7 @@ def _estimate(
     activations = workload.activations(segment_tokens, hidden_on_host)
     moved = [size.layers[index] for index in streamed]
     looked_up_on_device = not (embedding_on_host or hidden_on_host)
+    blocks = (len(size.layers) - len(moved)) * ALLOCATION_STEP if workload.allocator_bytes else 0
     graphs = workload.step_graph_bytes if not streamed and looked_up_on_device else 0
     return MemoryEstimate(
         weights=size.nbytes - sum(moved) - (0 if looked_up_on_device else size.embedding),
@@ -244,6 +247,7 @@ def _estimate(
         rotary_tables=activations.rotary_tables,
         workspace=activations.workspace,
         device_context=workload.device_context_bytes,
+        allocator=workload.allocator_bytes + blocks,
         step_graphs=graphs,
     )
 
@@ -266,7 +270,9 @@ def _plan(
     kept = decoder - moved + sum(draft.substitute_bytes(size.layers[index], size.itemsize) for index in streamed)
     step = speed.pass_seconds(kept + size.head, kv.nbytes, 1, size.itemsize)
     # Every segment reads the layers anew; a token attends to half of the others, two operations for key and for value.
-    reading = -(-tokens // segment_tokens) * speed.pass_seconds(decoder, 0, 0, size.itemsize)
+    segments = -(-tokens // segment_tokens)
+    launching = segments * len(size.layers) * LAUNCH_SECONDS
+    reading = segments * speed.pass_seconds(decoder, 0, 0, size.itemsize)
     attention = len(size.layers) * 2 * size.attention_size * tokens**2 / speed.operations
     compute = max(reading, speed.pass_seconds(decoder, 0, tokens, size.itemsize) + attention)
     rows_moved = 2 * len(size.layers) * tokens * size.hidden_size * size.itemsize if hidden_on_host else 0
@@ -281,7 +287,7 @@ def _plan(
         kv_policy=kv.policy,
         draft=draft,
         estimate=_estimate(size, workload, kv, draft, streamed, *placement),
-        prefill_seconds=max(copy, compute) + speed.copy_seconds(rows_moved),
+        prefill_seconds=max(copy, compute + launching) + speed.copy_seconds(rows_moved),
         token_seconds=(draft.depth * step + max(copy, verify)) / draft.acceptance_length,
         copy_seconds=copy,
     )

@@ -207,4 +207,4 @@ def test_kernels_that_are_not_used_are_noted(
     assert result.code == 0
     assert message in result.out
     machine()
-    assert "kernels" not in cocktail("doctor").out
+    assert "compiled kernels" not in cocktail("doctor").out

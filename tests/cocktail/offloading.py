@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cocktail.checkpoint import Checkpoint
+from cocktail.checkpoint import Checkpoint, LoadedCheckpoint
 from cocktail.model import load_config
 from cocktail.model_folder import ModelFolder
 from cocktail.offload.accelerator import Accelerator
@@ -48,13 +48,20 @@ def offloaded(
     link_bytes_per_second: float | None = None,
     free_host_bytes: int | None = None,
     dtype: torch.dtype = torch.float32,
+    stored_otherwise: bool = False,
 ) -> Iterator[tuple[PreTrainedModel, Offload]]:
-    """The model by a plan on an emulated device, active and streaming; closed in the end."""
+    """The model by a plan on an emulated device, active and streaming; closed in the end.
+
+    Args:
+        stored_otherwise: whether the files hold the weights in another form than the model does.
+    """
     config = load_config(ModelFolder(folder, folder.name, ""))
     accelerator = Accelerator.emulated(limit_bytes, link_bytes_per_second)
 
     def load_whole() -> Checkpoint:
-        raise AssertionError("the files hold every weight by its name")
+        assert stored_otherwise, "the files hold every weight by its name"
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        return LoadedCheckpoint(dict(whole.named_parameters()))
 
     try:
         with accelerator.active():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from cocktail.answer import Answer
 from cocktail.config import Config
 from cocktail.engine import Request, answer_questions, inspect_document
 from cocktail.errors import BudgetError, CocktailError, ModelError, NoTextError, UsageError
+from cocktail.offload.ledger import LedgerOutOfMemoryError
 from cocktail.report import SilentReporter
 
 PARAGRAPHS = [
@@ -326,6 +328,28 @@ def test_running_out_of_memory_is_a_budget_error(
         monkeypatch.setattr(prefill, "prefill", fail)
         with pytest.raises(BudgetError, match="Memory ran out"):
             ask(document, config)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "allocate 2.00 GiB"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "Memory ran out"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Memory ran out"),
+        (LedgerOutOfMemoryError("the emulated device has 1 bytes"), "more memory than was planned: the emulated"),
+    ],
+)
+def test_running_out_of_memory_while_weights_are_loaded_does_not_blame_the_files(
+    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    from cocktail import model
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(model, "load_offloaded", fail)
+    with pytest.raises(BudgetError, match=message):
+        ask(document, replace(config, vram_bytes=10**9))
 
 
 def test_complaint_59_interrupt_in_mid_answer_keeps_the_text(document: Path, config: Config) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from cocktail.config import Config
-from cocktail.offload.budget import CUDA_CONTEXT_BYTES, GRAPH_POOL_BYTES
+from cocktail.offload.budget import ALLOCATION_STEP, ALLOCATOR_BYTES, CUDA_CONTEXT_BYTES, GRAPH_POOL_BYTES
 from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.speed import DeviceSpeed
 from cocktail.outlook import Outlook
@@ -115,6 +115,7 @@ def parts_by_hand(model: Dimensions, document: int, plan: ResidencyPlan) -> dict
         "workspace": mask + mlp,
         "staging": 2 * model.layer_bytes if plan.streamed else 0,
         "device context": CUDA_CONTEXT_BYTES,
+        "allocator": ALLOCATOR_BYTES + plan.resident_layers * ALLOCATION_STEP,
         "step graphs": 0 if plan.streamed or plan.embedding_on_host else graphs,
     }
 
@@ -127,7 +128,7 @@ def test_a_plan_is_within_five_percent_of_a_calculation_by_hand(name: str, docum
     if found.plan is None:
         # Head, two staging slots, the smallest cache, one layer's context, and the card's own.
         least = model.embedding_bytes + 2 * model.layer_bytes + model.kv_bytes(document, 2)
-        least += model.layer_context_bytes(document) + CUDA_CONTEXT_BYTES
+        least += model.layer_context_bytes(document) + CUDA_CONTEXT_BYTES + ALLOCATOR_BYTES
         assert budget < least
         assert found.smallest_bytes == pytest.approx(least, rel=CLOSE)
         return
@@ -139,6 +140,10 @@ def test_a_plan_is_within_five_percent_of_a_calculation_by_hand(name: str, docum
     assert {part for part, size in parts.items() if size} <= by_hand.keys()
     assert estimate.peak_bytes == pytest.approx(sum(by_hand.values()), rel=CLOSE)
     assert estimate.peak_bytes <= budget
+    # One more layer would not fit; two that are streamed would need as much room as on the device.
+    if len(found.plan.streamed) > 3:
+        assert sum(by_hand.values()) + model.layer_bytes > budget * (1 - CLOSE)
+        assert estimate.peak_bytes + model.layer_bytes + ALLOCATION_STEP > budget
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import subprocess
@@ -177,6 +179,38 @@ def test_complaint_18_an_automatic_budget_is_what_is_free(
     assert answer.plan.offloaded_layers > 0
 
 
+def test_complaint_18_a_budget_beyond_what_is_free_is_cut_to_it_and_said(
+    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = least_budget(document, config)
+    monkeypatch.setattr(job, "free_bytes", lambda on_cuda: int(1.1 * least))
+    [answer] = ask(document, replace(config, vram_bytes=8 * 10**9, kv="int2"))
+    assert answer.plan.vram_budget_bytes == int(1.1 * least)
+    assert answer.plan.offloaded_layers > 0
+    assert [warning for warning in answer.warnings if "--vram is 8.00 GB" in warning and "are free" in warning]
+
+
+def test_unquantized_context_of_several_questions_that_host_memory_cannot_hold_is_refused(
+    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(model, "check_files", lambda path: pytest.fail("weights are looked at"))
+    limited = replace(config, vram_bytes=10**8)
+    with pytest.raises(BudgetError, match=r"kept in host memory: .*, and 1.00 kB are free"):
+        ask(document, limited, "One?", "Two?")
+
+
+def test_streamed_layers_leave_room_for_the_context_that_is_kept(
+    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "free_host_bytes", lambda: 4_500_000)
+    limited = replace(config, vram_bytes=int(1.2 * least_budget(document, config)), kv="int2")
+    [alone] = ask(document, limited, "One?")
+    *_, second = ask(document, limited, "One?", "Two?")
+    assert "in host memory" in alone.streaming
+    assert "in the model's files" in second.streaming
+
+
 def test_kv_precision_is_lowered_with_a_warning_only_where_nothing_else_fits(document: Path, config: Config) -> None:
     [answer] = ask(document, replace(config, vram_bytes=least_budget(document, config), kv="fp16"))
     assert answer.kv.policy != "fp16"
@@ -247,11 +281,11 @@ def test_complaint_51_a_cut_shard_is_named_with_what_to_do(
 def test_complaint_51_a_shard_that_is_cut_during_the_run_ends_it_with_one_line(
     document: Path, config: Config, deep_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cocktail import offloaded_model, prefill
+    from cocktail import prefill
 
     folder = tmp_path / "model"
     shutil.copytree(deep_folder, folder)
-    monkeypatch.setattr(offloaded_model, "free_host_bytes", lambda: 0)  # layers stay in their files
+    monkeypatch.setattr(model, "free_host_bytes", lambda: 0)  # layers stay in their files
     run = prefill.prefill
 
     def cut_first(*args: Any, **kwargs: Any) -> Any:
@@ -323,6 +357,24 @@ def test_hidden_states_may_be_kept_in_a_file(
     assert used == [tmp_path / "cache"]
     assert answer.answer == expected.answer
     assert not list((tmp_path / "cache").glob("hidden-*"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_hidden_states_that_the_disk_has_no_room_for_are_said_before_they_are_written(
+    document: Path, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    config = replace(config, vram_bytes=least_budget(document, config), kv="int2", cache_dir=tmp_path / "cache")
+
+    def refuse(*span: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("cocktail.offloaded_model.free_host_bytes", lambda: 10)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ModelError, match=r"is full|cannot be written") as caught:
+        ask(document, config)
+    assert "--cache-dir" in str(caught.value.hint)
+    assert not list((tmp_path / "cache").glob("hidden-*"))
+    assert no_threads_left()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from cocktail.cpu_modules import compiled_layers, use_cpu_kernels
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import load_config, load_model, load_tokenizer
 from cocktail.model_folder import ModelFolder
-from cocktail.offload.ledger import LedgerOutOfMemoryError
+from cocktail.offload.ledger import Ledger, LedgerOutOfMemoryError
 from cocktail.offload.residency import ResidencyPlan
 from cocktail.offloaded_model import Offload
 from cocktail.prefill import extend, prefill
@@ -203,23 +204,44 @@ def test_only_what_is_resident_counts_on_the_device(make_model: MakeModel, tmp_p
 
 
 @pytest.mark.parametrize("streamed", [0, 2, 6])
-def test_out_of_memory_at_every_allocation_ends_cleanly(streamed: int, make_model: MakeModel, tmp_path: Path) -> None:
+def test_out_of_memory_at_every_allocation_site_ends_cleanly(
+    streamed: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(make_model("llama", "cocktail", num_hidden_layers=6), tmp_path)
     plan = plan_of(6, streamed)
+    sites: dict[tuple[str, int], int] = {}
+    ledger_file = Ledger._count.__code__.co_filename
+    made, fails_at = 0, 0
+    count = Ledger._count
+
+    def counted(ledger: Ledger, tensor: torch.Tensor) -> None:
+        nonlocal made
+        made += 1
+        if made == fails_at:
+            raise LedgerOutOfMemoryError("no more")
+        frame = sys._getframe(1)
+        while "/cocktail/" not in frame.f_code.co_filename or frame.f_code.co_filename == ledger_file:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        sites.setdefault((frame.f_code.co_filename, frame.f_lineno), made)
+        count(ledger, tensor)
+
+    monkeypatch.setattr(Ledger, "_count", counted)
     with offloaded(folder, plan) as (model, offload):
         run(model, offload=offload)
         ledger = offload.accelerator.ledger
         assert ledger is not None
         peak = ledger.peak_bytes
-    for share in np.linspace(0.02, 0.999, 15):
-        with (
-            pytest.raises(LedgerOutOfMemoryError),
-            offloaded(folder, plan, limit_bytes=int(share * peak)) as (
-                model,
-                offload,
-            ),
-        ):
+    # Loading, prefill with its masks, KV cache, quantization, attention, decode steps.
+    assert len(sites) > 25
+    for fails_at in sorted({*sites.values(), made}):
+        made = 0
+        with pytest.raises(LedgerOutOfMemoryError), offloaded(folder, plan) as (model, offload):
             run(model, offload=offload)
+        assert made == fails_at
         assert "cocktail-link" not in [thread.name for thread in threading.enumerate()]
+    made, fails_at = 0, 0
+    with pytest.raises(LedgerOutOfMemoryError), offloaded(folder, plan, limit_bytes=peak - 1) as (model, offload):
+        run(model, offload=offload)
     with offloaded(folder, plan, limit_bytes=peak) as (model, offload):
         run(model, offload=offload)

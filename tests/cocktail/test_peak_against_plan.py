@@ -10,18 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
-from cocktail.bit_plan import plan_bits
+from cocktail.architecture import check_supported
+from cocktail.attention import register
+from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.context import KVGeometry
 from cocktail.decode_step import DecodeStep
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import load_config
 from cocktail.model_folder import ModelFolder
-from cocktail.offload.residency import Workload, plan_residency, smallest_estimate
+from cocktail.offload.residency import ResidencyPlan, Workload, plan_residency, smallest_estimate
 from cocktail.offload.speed import DeviceSpeed
 from cocktail.planner import Lengths, Planner
 from cocktail.prefill import prefill
 from cocktail.sampling import Sampler
-from tests.cocktail.conftest import FAMILIES, tiny_model
+from tests.cocktail.conftest import FAMILIES, SMALL, tiny_model
 from tests.cocktail.offloading import offloaded
 
 SPEED = DeviceSpeed(1e9, 1e10, 1e11)
@@ -46,6 +50,44 @@ def model_folders(parent: Path) -> Iterator[tuple[str, Path]]:
         folder = parent / f"{index}-{family}"
         tiny_model(family, "eager", **changes).save_pretrained(folder)
         yield family, folder
+
+
+def peak_of(
+    folder: Path,
+    plan: ResidencyPlan,
+    lengths: Lengths,
+    bits: BitPlan,
+    geometry: KVGeometry,
+    dtype: torch.dtype,
+    sampler: Sampler,
+    stored_otherwise: bool = False,
+) -> int:
+    """What a device of the plan's budget holds at its peak in a prefill and the decode steps after it."""
+    with offloaded(folder, plan, limit_bytes=plan.budget_bytes, dtype=dtype, stored_otherwise=stored_otherwise) as (
+        model,
+        offload,
+    ):
+        with offload.accelerator.host(plan.hidden_on_host):
+            context_ids, suffix_ids = (
+                torch.randint(3, 384, (count,)) for count in (lengths.layout.context_len, lengths.suffix)
+            )
+        cache = MixedKVCache(geometry, lengths.layout, lengths.tail, dtype)
+        logits = prefill(
+            model,
+            cache,
+            context_ids,
+            suffix_ids,
+            bits,
+            segment_tokens=plan.segment_tokens,
+            offload=offload,
+            hidden_on_host=plan.hidden_on_host,
+        )
+        step = DecodeStep(model, cache)
+        for _ in range(lengths.tail - lengths.suffix - 1):
+            logits = step(torch.tensor([sampler.draw(logits, cache.get_seq_length())]))
+        ledger = offload.accelerator.ledger
+        assert ledger is not None
+        return ledger.peak_bytes
 
 
 @pytest.mark.parametrize("cases", [30, pytest.param(200, marks=pytest.mark.long)])
@@ -77,29 +119,9 @@ def test_no_run_passes_its_budget_and_estimates_are_close(cases: int, tmp_path: 
         plan = plan_residency(planner.size, workload, budget, SPEED)
         assert plan is not None
         assert plan.estimate.peak_bytes <= budget
-        with offloaded(folder, plan, limit_bytes=budget, dtype=dtype) as (model, offload):
-            with offload.accelerator.host(plan.hidden_on_host):
-                context_ids, suffix_ids = (
-                    torch.randint(3, 384, (count,)) for count in (lengths.layout.context_len, suffix)
-                )
-            cache = MixedKVCache(planner.geometry(lengths), lengths.layout, lengths.tail, dtype)
-            logits = prefill(
-                model,
-                cache,
-                context_ids,
-                suffix_ids,
-                plans(plan.kv_policy)[0],
-                segment_tokens=plan.segment_tokens,
-                offload=offload,
-                hidden_on_host=plan.hidden_on_host,
-            )
-            sampler = Sampler(temperature=draw.choice([0.0, 0.8]), top_k=0, top_p=0.9, seed=1)
-            step = DecodeStep(model, cache)
-            for _ in range(generated - 1):
-                logits = step(torch.tensor([sampler.draw(logits, cache.get_seq_length())]))
-            ledger = offload.accelerator.ledger
-            assert ledger is not None
-            peak = ledger.peak_bytes
+        bits = plans(plan.kv_policy)[0]
+        sampler = Sampler(temperature=draw.choice([0.0, 0.8]), top_k=0, top_p=0.9, seed=1)
+        peak = peak_of(folder, plan, lengths, bits, planner.geometry(lengths), dtype, sampler)
         label = (case, family, str(dtype), lengths, plan)
         assert peak <= plan.estimate.peak_bytes <= budget, label
         assert plan.estimate.peak_bytes <= 1.1 * peak, label
@@ -108,3 +130,31 @@ def test_no_run_passes_its_budget_and_estimates_are_close(cases: int, tmp_path: 
     # The cases are of every kind.
     assert cases // 4 <= streamed < cases
     assert on_host >= cases // 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_that_differ_late_are_seen(dtype: torch.dtype, tmp_path: Path) -> None:
+    # Experts take much more than the three layers before them.
+    hf_config = transformers.Glm4MoeConfig(
+        **{**SMALL, "num_hidden_layers": 5, "head_dim": 16},
+        first_k_dense_replace=3,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=256,
+        n_shared_experts=1,
+    )
+    check_supported(hf_config)
+    register()
+    transformers.Glm4MoeForCausalLM(hf_config).save_pretrained(tmp_path)
+    planner = Planner(hf_config, dtype, on_card=False, has_budget=True)
+    lengths = Lengths(10, 600, 30, 34, 32)
+    bits = plan_bits("int4", np.zeros(lengths.layout.num_chunks, dtype=np.float32), 0.6, 0.1)
+    [kv] = planner.kv_choices(lengths, "int4", lambda name: [bits], may_lower=False)
+    for streamed in (0, 4):
+        workload = planner.workload(lengths, [kv])
+        plan = plan_residency(planner.size, workload, 10**9, SPEED, streamed_layers=streamed)
+        assert plan is not None
+        peak = peak_of(
+            tmp_path, plan, lengths, bits, planner.geometry(lengths), dtype, Sampler(), stored_otherwise=True
+        )
+        assert peak <= plan.estimate.peak_bytes <= 1.1 * peak

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cocktail.config import Config
 from cocktail.document import read_document
 from cocktail.engine import Request
-from cocktail.errors import BudgetError
+from cocktail.errors import BudgetError, ModelError
 from cocktail.job import Job, plan_job
 from cocktail.model_folder import ModelFolder
 from cocktail.offload.speed import DeviceSpeed
@@ -126,3 +126,15 @@ def test_a_budget_that_is_too_small_is_told_the_least_that_would_do(make_model: 
     assert found.smallest_bytes is not None
     assert run.what_if(found.smallest_bytes, SPEED).plan is not None
     assert run.what_if(found.smallest_bytes - 1, SPEED).plan is None
+
+
+def test_a_family_whose_layers_cannot_be_tried_without_weights_is_a_model_error(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise NotImplementedError("aten::nonzero has no meta kernel")
+
+    monkeypatch.setattr("cocktail.dry_run.prefill", lambda *args, **kwargs: fail())
+    for plan in (pair.shown, pair.followed):
+        with pytest.raises(ModelError, match="has no meta kernel"):
+            plan(Config(model=str(pair.folder), device="cpu", scorer="bm25", vram_bytes=10**9))
