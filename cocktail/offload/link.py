@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import queue
 import threading
 import time
@@ -239,13 +240,29 @@ def host_buffer(nbytes: int, pinned: bool = True) -> tuple[torch.Tensor, str | N
     PyTorch's own pinned allocator rounds every block up to a power of two, which for large slabs is nearly twice the
     memory.
     """
-    import mmap
-
     # Shared memory, the default, has a limit of its own on many systems.
     options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    block = mmap.mmap(-1, max(nbytes, 1), **options)
+    block = _HostMemory(-1, max(nbytes, 1), **options)
     buffer = torch.frombuffer(block, dtype=torch.uint8)[:nbytes]
-    return buffer, _register(buffer) if pinned else None
+    why = _register(buffer) if pinned else None
+    if pinned and why is None:
+        block.registered = buffer.data_ptr()
+    return buffer, why
+
+
+class _HostMemory(mmap.mmap):
+    """Memory of the process that CUDA forgets before it is unmapped: the address may be given out again at once."""
+
+    # Where it begins, if CUDA knows it.
+    registered: int | None = None
+
+    def __del__(self) -> None:
+        if self.registered is not None:
+            # Modules may be gone by now, contextlib too, and nobody would see an error.
+            try:  # noqa: SIM105
+                torch.cuda.cudart().cudaHostUnregister(self.registered)
+            except Exception:
+                pass
 
 
 def _register(buffer: torch.Tensor) -> str | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +117,48 @@ def test_complaint_28_memory_that_cannot_be_pinned_is_given_with_the_reason() ->
     buffer, why = host_buffer(4096, pinned=True)
     assert buffer.numel() == 4096
     assert why
+
+
+def test_pinned_memory_is_unregistered_while_it_is_still_mapped(cudart: SimpleNamespace) -> None:
+    unregister, seen = cudart.cudaHostUnregister, []
+
+    def look_and_unregister(address: int) -> int:
+        seen.append(ctypes.string_at(address, 4096))
+        return int(unregister(address))
+
+    cudart.cudaHostUnregister = look_and_unregister
+    buffer, why = host_buffer(4096)
+    assert why is None
+    address = buffer.fill_(7).data_ptr()
+    view = buffer[100:200]
+    del buffer
+    assert cudart.calls == [("register", address, 4096)]
+    del view
+    assert cudart.calls == [("register", address, 4096), ("unregister", address)]
+    assert seen == [b"\x07" * 4096]
+
+
+def test_memory_that_was_not_registered_is_not_unregistered(cudart: SimpleNamespace) -> None:
+    cudart.code = 2
+    assert host_buffer(4096)[1] == "cudaHostRegister returned 2"
+    assert host_buffer(4096, pinned=False)[1] is None
+    assert [call[0] for call in cudart.calls] == ["register"]
+
+
+@pytest.mark.parametrize("gone", ["driver", "modules"])
+def test_unregistering_fails_without_a_word(
+    gone: str, cudart: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+
+    def fail(address: int) -> None:
+        raise RuntimeError("the driver is shutting down")
+
+    cudart.cudaHostUnregister = fail
+    buffer = host_buffer(4096)
+    if gone == "modules":  # as when the interpreter ends
+        for module in ("torch", "contextlib"):
+            monkeypatch.setattr(f"cocktail.offload.link.{module}", None)
+    del buffer
+    assert said == []

@@ -11,8 +11,16 @@ from cocktail.offload import pinned
 MIB = 2**20
 
 
-class Buffer(SimpleNamespace):
-    nbytes: int
+class Buffer:
+    """Memory that is unpinned when nobody holds it."""
+
+    def __init__(self, nbytes: int, machine: SimpleNamespace) -> None:
+        self.nbytes, self._machine = nbytes, machine
+        machine.held += nbytes
+        machine.most = max(machine.most, machine.held)
+
+    def __del__(self) -> None:
+        self._machine.held -= self.nbytes
 
 
 @pytest.fixture
@@ -20,18 +28,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One that pins up to `limit` bytes; `held` is what is pinned."""
     state = SimpleNamespace(limit=10**12, held=0, most=0, free=10**12)
 
-    def host_buffer(nbytes: int) -> tuple[Buffer, str | None]:
-        if state.held + nbytes > state.limit:
-            return Buffer(nbytes=nbytes), "refused"
-        state.held += nbytes
-        state.most = max(state.most, state.held)
-        return Buffer(nbytes=nbytes), None
-
-    def unpin(buffer: Buffer) -> None:
-        state.held -= buffer.nbytes
+    def host_buffer(nbytes: int) -> tuple[Buffer | None, str | None]:
+        return (None, "refused") if state.held + nbytes > state.limit else (Buffer(nbytes, state), None)
 
     monkeypatch.setattr(pinned, "host_buffer", host_buffer)
-    monkeypatch.setattr(pinned, "_unpin", unpin)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=state.free))
     return state
 
