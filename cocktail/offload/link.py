@@ -269,12 +269,17 @@ def _register(buffer: torch.Tensor) -> str | None:
     """Pins memory in place; the reason if that is refused."""
     if not torch.cuda.is_available():
         return "no CUDA device"
+    why = "cudaHostRegister failed"
     with contextlib.suppress(RuntimeError):
-        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        if int(code) == 0:
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if code == 0:
             return None
-        return f"cudaHostRegister returned {int(code)}"
-    return "cudaHostRegister failed"
+        why = f"cudaHostRegister returned {code}"
+    # CUDA keeps the refusal as this thread's last error. PyTorch reads that after every kernel with cudaGetLastError,
+    # which also resets it, and would raise it for whichever kernel comes next; it has no other call that reads it.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return why
 
 
 def copy_bytes(into: torch.Tensor, source: torch.Tensor) -> None:

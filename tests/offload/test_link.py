@@ -142,7 +142,18 @@ def test_memory_that_was_not_registered_is_not_unregistered(cudart: SimpleNamesp
     cudart.code = 2
     assert host_buffer(4096)[1] == "cudaHostRegister returned 2"
     assert host_buffer(4096, pinned=False)[1] is None
-    assert [call[0] for call in cudart.calls] == ["register"]
+    assert "unregister" not in [call[0] for call in cudart.calls]
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_kernel_after_a_refusal_does_not_fail_for_it(code: int, cudart: SimpleNamespace) -> None:
+    cudart.code = code
+    thread = threading.Thread(target=host_buffer, args=(4096,), name="registers")
+    thread.start()
+    thread.join()
+    # The error is the thread's own.
+    assert [call for call in cudart.calls if call[0] == "launch"] == ([("launch", "registers")] if code else [])
+    assert cudart.last_error == 0
 
 
 @pytest.mark.parametrize("gone", ["driver", "modules"])

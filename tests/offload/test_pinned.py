@@ -60,6 +60,17 @@ def test_without_a_card_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     assert pinned.pinned_limit() == pinned.PinnedLimit(0, "no CUDA device")
 
 
+def test_a_refusal_leaves_no_error_and_nothing_pinned(cudart: SimpleNamespace) -> None:
+    cudart.code = 2
+    assert pinned.pinned_limit() == pinned.PinnedLimit(0, "cudaHostRegister returned 2")
+    assert cudart.last_error == 0
+    cudart.code = 0
+    assert pinned.pinned_limit(128 * MIB) == pinned.PinnedLimit(128 * MIB)
+    registered = [call[1] for call in cudart.calls if call[0] == "register"]
+    assert len(registered) == 3  # one refused
+    assert sorted(call[1] for call in cudart.calls if call[0] == "unregister") == sorted(registered[1:])
+
+
 @pytest.mark.gpu
 def test_a_card_s_machine_pins_something_in_less_than_a_second() -> None:
     assert pinned.pinned_limit(256 * MIB).nbytes > 0
