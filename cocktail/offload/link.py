@@ -61,7 +61,7 @@ class Link(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the copying; copies that were not begun are dropped."""
+        """Ends the copying: afterwards none is under way, and those that were not begun are dropped."""
 
 
 class NoLink:
@@ -190,6 +190,11 @@ class CudaLink(_ThreadedLink):
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:
         pass
+
+    def close(self) -> None:
+        super().close()
+        # The thread has only told the card of its copies, and what they read and write is freed next.
+        self._stream.synchronize()
 
     def _copy(self, job: _Job) -> None:
         view = job.source.view

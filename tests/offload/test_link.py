@@ -1,4 +1,4 @@
-"""The emulated link: order, rates, errors, and an end at any moment."""
+"""The links: order, rates, errors, and an end at any moment; and the memory that they copy from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cocktail.offload.link import EmulatedLink, host_buffer, pause_until
+from cocktail.offload.link import CudaLink, EmulatedLink, host_buffer, pause_until
 
 
 @dataclass
@@ -36,6 +36,10 @@ def opened(value: int, nbytes: int = 1000) -> Source:
     source = Source(value, nbytes)
     source.gate.set()
     return source
+
+
+def no_threads_left() -> bool:
+    return "cocktail-link" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_copies_arrive_one_after_another_in_the_order_asked_for() -> None:
@@ -94,7 +98,18 @@ def test_closing_drops_what_was_not_begun() -> None:
     link.close()
     assert target.unique().tolist() == [1]
     assert other.unique().tolist() == [0]
-    assert not [thread for thread in threading.enumerate() if thread.name == "cocktail-link" and thread.is_alive()]
+    assert no_threads_left()
+
+
+def test_a_card_s_copies_have_ended_when_its_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def synchronize() -> None:
+        events.append("synchronized after the thread" if no_threads_left() else "synchronized")
+
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: SimpleNamespace(synchronize=synchronize))
+    CudaLink(torch.device("cuda")).close()
+    assert events == ["synchronized after the thread"]
 
 
 def test_a_pause_never_ends_early() -> None:
