@@ -15,6 +15,7 @@ import torch
 
 # time.sleep returns this much late at most on the systems that were tried; the rest of a wait is spun away.
 _SLEEP_SLACK_SECONDS = 0.0002
+_CLOSED = "the link was closed before it made a copy"
 
 
 class HostBytes(Protocol):
@@ -39,7 +40,8 @@ class Arrival(Protocol):
         """Makes whatever the accelerator is told from now on see the bytes.
 
         Raises:
-            Exception: what reading the bytes raised.
+            RuntimeError: The link was closed before it made the copy.
+            Exception: What reading the bytes raised.
         """
 
 
@@ -51,6 +53,9 @@ class Link(Protocol):
 
         Args:
             into: [nbytes], uint8, on the accelerator.
+
+        Raises:
+            RuntimeError: The link is closed.
         """
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:
@@ -101,13 +106,21 @@ class _ThreadedLink:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if not self._closed:
+            # Whoever waits for the bytes learns of what kept them.
+            if self._closed:
+                job.error = RuntimeError(_CLOSED)
+            else:
                 try:
                     self._copy(job)
-                # Whoever waits for the bytes learns of it.
                 except BaseException as error:
                     job.error = error
             job.done.set()
+
+    def _ask(self, job: _Job) -> None:
+        self._jobs.put(job)
+        # A job that came before the end is dropped by the thread; nobody would see one that came after it.
+        if self._closed:
+            raise RuntimeError(_CLOSED)
 
     def _copy(self, job: _Job) -> None:
         raise NotImplementedError
@@ -137,7 +150,7 @@ class EmulatedLink(_ThreadedLink):
 
     def start(self, into: torch.Tensor, source: HostBytes) -> Arrival:
         job = _Job(into, source)
-        self._jobs.put(job)
+        self._ask(job)
         return _EmulatedArrival(job)
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:
@@ -185,7 +198,7 @@ class CudaLink(_ThreadedLink):
     def start(self, into: torch.Tensor, source: HostBytes) -> Arrival:
         job = _Job(into, source, free=torch.cuda.Event(), ready=torch.cuda.Event())
         job.free.record(torch.cuda.current_stream(self._device))
-        self._jobs.put(job)
+        self._ask(job)
         return _CudaArrival(job, self._device)
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:

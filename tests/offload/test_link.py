@@ -93,12 +93,23 @@ def test_closing_drops_what_was_not_begun() -> None:
     blocked, waiting = Source(1), opened(2)
     target, other = (torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
     link.start(target, blocked)
-    link.start(other, waiting)
+    dropped = link.start(other, waiting)
     threading.Timer(0.05, blocked.gate.set).start()
     link.close()
     assert target.unique().tolist() == [1]
     assert other.unique().tolist() == [0]
     assert no_threads_left()
+    # Whoever waits must not go on with what was there before.
+    with pytest.raises(RuntimeError, match="closed before"):
+        dropped.wait()
+
+
+def test_a_closed_link_may_be_closed_again_and_takes_no_more_copies() -> None:
+    link = EmulatedLink()
+    link.close()
+    link.close()
+    with pytest.raises(RuntimeError, match="closed before"):
+        link.start(torch.zeros(1000, dtype=torch.uint8), opened(1))
 
 
 def test_a_card_s_copies_have_ended_when_its_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
