@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,15 +53,17 @@ class Accelerator:
         """A copy on the device of a tensor in host memory."""
         if self.ledger is None:
             return tensor.to(self.device, non_blocking=True)
+        began = time.perf_counter()
         with self.ledger.host(False):
             copy = tensor.clone()
-        self.link.occupy(tensor.nbytes)
+        self.link.occupy(tensor.nbytes, began)
         return copy
 
     def store(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
         """Copies a tensor on the device to one in host memory."""
+        began = time.perf_counter()
         into.copy_(tensor)
-        self.link.occupy(tensor.nbytes)
+        self.link.occupy(tensor.nbytes, began)
 
     def leave_host(self) -> None:
         """Ends a `host()` before its block does."""

@@ -1,4 +1,4 @@
-"""A pretended card."""
+"""A pretended card, and a pretended clock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+
+from tests.offload.clock import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that links and accelerators look at."""
+    clock = Clock()
+    for module in ("accelerator", "link"):
+        monkeypatch.setattr(f"cocktail.offload.{module}.time", clock)
+    return clock
 
 
 @pytest.fixture
