@@ -86,9 +86,10 @@ class NoLink:
 class _Job:
     into: torch.Tensor
     source: HostBytes
-    asked: float = field(default_factory=time.perf_counter)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    # Readings of `time.perf_counter`, on an emulated link.
+    asked: float = 0.0
     ready_at: float = 0.0
     # CUDA events: the end of what the accelerator was told before, and of the copy.
     free: Any = None
@@ -143,13 +144,12 @@ class EmulatedLink(_ThreadedLink):
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         self.bytes_per_second = bytes_per_second
-        self.busy_seconds = 0.0
         self._free_at = 0.0
         self._lock = threading.Lock()
         super().__init__()
 
     def start(self, into: torch.Tensor, source: HostBytes) -> Arrival:
-        job = _Job(into, source)
+        job = _Job(into, source, asked=time.perf_counter())
         self._ask(job)
         return _EmulatedArrival(job)
 
@@ -166,7 +166,6 @@ class EmulatedLink(_ThreadedLink):
             begins = max(asked, self._free_at)
             seconds = nbytes / self.bytes_per_second if self.bytes_per_second else 0.0
             self._free_at = max(time.perf_counter(), begins + seconds)
-            self.busy_seconds += self._free_at - begins
             return self._free_at
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cocktail.offload.link import CudaLink, EmulatedLink, host_buffer, pause_until
+from tests.offload.clock import Clock
 
 
 @dataclass
@@ -55,22 +56,19 @@ def test_copies_arrive_one_after_another_in_the_order_asked_for() -> None:
     link.close()
 
 
-def test_a_copy_takes_as_long_as_the_rate_says_and_the_next_one_waits_for_it() -> None:
+def test_a_copy_takes_as_long_as_the_rate_says_and_the_next_one_waits_for_it(clock: Clock) -> None:
     link = EmulatedLink(1e6)
     target = torch.zeros(20_000, dtype=torch.uint8)
-    began = time.perf_counter()
     arrivals = [link.start(target, opened(value, 20_000)) for value in (1, 2)]
-    arrivals[0].wait()
-    first = time.perf_counter() - began
-    arrivals[1].wait()
-    second = time.perf_counter() - began
-    link.occupy(10_000)
-    third = time.perf_counter() - began
-    # An emulated copy must not end early; how late it ends is the machine's affair.
-    assert first >= 0.02
-    assert second >= 0.04
-    assert third >= 0.05
-    assert link.busy_seconds == pytest.approx(0.05, rel=0.5)
+    ends = []
+    for wait in (arrivals[0].wait, arrivals[1].wait, lambda: link.occupy(10_000)):
+        wait()
+        ends.append(clock.seconds)
+    assert ends == pytest.approx([0.02, 0.04, 0.05], abs=1e-4)
+    # It has been idle since: a copy begins when it is asked for.
+    clock.sleep(1.0)
+    link.start(target, opened(3, 20_000)).wait()
+    assert clock.seconds == pytest.approx(1.07, abs=1e-4)
     link.close()
 
 
