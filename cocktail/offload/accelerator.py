@@ -30,7 +30,8 @@ class Accelerator:
     def card(cls, device: torch.device, limit_bytes: int) -> Accelerator:
         """A card of which PyTorch may take so much, beside its context."""
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        # It takes no device without a number; None is the current one.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device.index)
         return cls(device, CudaLink(device))
 
     @property

@@ -1,13 +1,17 @@
-"""An emulated device: how long copies to and from it take."""
+"""A card's limit, and how long copies to and from an emulated device take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from cocktail.offload import accelerator
 from cocktail.offload.accelerator import Accelerator
+from cocktail.offload.link import NoLink
 from tests.offload.clock import Clock
 
 
@@ -29,12 +33,25 @@ class SlowTensor:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.004, 0.05])
 def test_a_copy_takes_its_own_time_or_the_link_s_whichever_is_more(seconds: float, clock: Clock) -> None:
-    accelerator = Accelerator.emulated(None, link_bytes_per_second=1e6)
+    emulated = Accelerator.emulated(None, link_bytes_per_second=1e6)
     tensor: Any = SlowTensor(clock, seconds)
     try:
-        accelerator.fetch(tensor)
+        emulated.fetch(tensor)
         assert clock.seconds == pytest.approx(max(seconds, 0.01), abs=1e-5)
-        accelerator.store(tensor, into=tensor)
+        emulated.store(tensor, into=tensor)
         assert clock.seconds == pytest.approx(2 * max(seconds, 0.01), abs=1e-5)
     finally:
-        accelerator.close()
+        emulated.close()
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", None), ("cuda:1", 1)])
+def test_a_card_is_limited_with_or_without_a_number(
+    device: str, number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[tuple[float, Any]] = []
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=8000))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(accelerator, "CudaLink", lambda device: NoLink())
+    Accelerator.card(torch.device(device), limit_bytes=2000)
+    Accelerator.card(torch.device(device), limit_bytes=9000)
+    assert limits == [(0.25, number), (1.0, number)]
