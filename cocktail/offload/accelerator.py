@@ -28,7 +28,7 @@ class Accelerator:
 
     @classmethod
     def card(cls, device: torch.device, limit_bytes: int) -> Accelerator:
-        """A card of which PyTorch may take so much, beside its context."""
+        """A card of which PyTorch may take so much, beside its context, until it is closed."""
         total = torch.cuda.get_device_properties(device).total_memory
         # It takes no device without a number; None is the current one.
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device.index)
@@ -72,4 +72,7 @@ class Accelerator:
             self.ledger.on_host = False
 
     def close(self) -> None:
+        """Ends the copying, and lets the process's other work have all of a card again."""
         self.link.close()
+        if self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)

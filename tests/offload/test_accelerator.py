@@ -45,13 +45,25 @@ def test_a_copy_takes_its_own_time_or_the_link_s_whichever_is_more(seconds: floa
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", None), ("cuda:1", 1)])
-def test_a_card_is_limited_with_or_without_a_number(
+def test_a_card_with_or_without_a_number_is_limited_until_it_is_closed(
     device: str, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[tuple[float, Any]] = []
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=8000))
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *limit: limits.append(limit))
     monkeypatch.setattr(accelerator, "CudaLink", lambda device: NoLink())
-    Accelerator.card(torch.device(device), limit_bytes=2000)
-    Accelerator.card(torch.device(device), limit_bytes=9000)
-    assert limits == [(0.25, number), (1.0, number)]
+    for limit_bytes, share in ((2000, 0.25), (9000, 1.0)):
+        card = Accelerator.card(torch.device(device), limit_bytes)
+        assert limits == [(share, number)]
+        card.close()
+        assert limits == [(share, number), (1.0, number)]
+        limits.clear()
+
+
+@pytest.mark.gpu
+def test_a_card_s_limit_ends_with_the_accelerator() -> None:
+    device = torch.device("cuda")
+    card = Accelerator.card(device, torch.cuda.get_device_properties(device).total_memory // 2)
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(0.5)
+    card.close()
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
