@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ class Accelerator:
 
     @classmethod
     def card(cls, device: torch.device, limit_bytes: int) -> Accelerator:
-        """A card of which PyTorch may take so much, beside its context."""
+        """A card of which PyTorch may take so much, beside its context, until it is closed."""
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        # It takes no device without a number; None is the current one.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device.index)
         return cls(device, CudaLink(device))
 
     @property
@@ -52,15 +54,17 @@ class Accelerator:
         """A copy on the device of a tensor in host memory."""
         if self.ledger is None:
             return tensor.to(self.device, non_blocking=True)
+        began = time.perf_counter()
         with self.ledger.host(False):
             copy = tensor.clone()
-        self.link.occupy(tensor.nbytes)
+        self.link.occupy(tensor.nbytes, began)
         return copy
 
     def store(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
         """Copies a tensor on the device to one in host memory."""
+        began = time.perf_counter()
         into.copy_(tensor)
-        self.link.occupy(tensor.nbytes)
+        self.link.occupy(tensor.nbytes, began)
 
     def leave_host(self) -> None:
         """Ends a `host()` before its block does."""
@@ -68,4 +72,7 @@ class Accelerator:
             self.ledger.on_host = False
 
     def close(self) -> None:
+        """Ends the copying, and lets the process's other work have all of a card again."""
         self.link.close()
+        if self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)

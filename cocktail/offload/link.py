@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 
 # time.sleep returns this much late at most on the systems that were tried; the rest of a wait is spun away.
 _SLEEP_SLACK_SECONDS = 0.0002
+_CLOSED = "the link was closed before it made a copy"
 
 
 class HostBytes(Protocol):
@@ -38,7 +40,8 @@ class Arrival(Protocol):
         """Makes whatever the accelerator is told from now on see the bytes.
 
         Raises:
-            Exception: what reading the bytes raised.
+            RuntimeError: The link was closed before it made the copy.
+            Exception: What reading the bytes raised.
         """
 
 
@@ -50,6 +53,9 @@ class Link(Protocol):
 
         Args:
             into: [nbytes], uint8, on the accelerator.
+
+        Raises:
+            RuntimeError: The link is closed.
         """
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:
@@ -60,7 +66,7 @@ class Link(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the copying; copies that were not begun are dropped."""
+        """Ends the copying: afterwards none is under way, and those that were not begun are dropped."""
 
 
 class NoLink:
@@ -80,9 +86,10 @@ class NoLink:
 class _Job:
     into: torch.Tensor
     source: HostBytes
-    asked: float = field(default_factory=time.perf_counter)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    # Readings of `time.perf_counter`, on an emulated link.
+    asked: float = 0.0
     ready_at: float = 0.0
     # CUDA events: the end of what the accelerator was told before, and of the copy.
     free: Any = None
@@ -100,13 +107,21 @@ class _ThreadedLink:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if not self._closed:
+            # Whoever waits for the bytes learns of what kept them.
+            if self._closed:
+                job.error = RuntimeError(_CLOSED)
+            else:
                 try:
                     self._copy(job)
-                # Whoever waits for the bytes learns of it.
                 except BaseException as error:
                     job.error = error
             job.done.set()
+
+    def _ask(self, job: _Job) -> None:
+        self._jobs.put(job)
+        # A job that came before the end is dropped by the thread; nobody would see one that came after it.
+        if self._closed:
+            raise RuntimeError(_CLOSED)
 
     def _copy(self, job: _Job) -> None:
         raise NotImplementedError
@@ -129,14 +144,13 @@ class EmulatedLink(_ThreadedLink):
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         self.bytes_per_second = bytes_per_second
-        self.busy_seconds = 0.0
         self._free_at = 0.0
         self._lock = threading.Lock()
         super().__init__()
 
     def start(self, into: torch.Tensor, source: HostBytes) -> Arrival:
-        job = _Job(into, source)
-        self._jobs.put(job)
+        job = _Job(into, source, asked=time.perf_counter())
+        self._ask(job)
         return _EmulatedArrival(job)
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:
@@ -152,7 +166,6 @@ class EmulatedLink(_ThreadedLink):
             begins = max(asked, self._free_at)
             seconds = nbytes / self.bytes_per_second if self.bytes_per_second else 0.0
             self._free_at = max(time.perf_counter(), begins + seconds)
-            self.busy_seconds += self._free_at - begins
             return self._free_at
 
 
@@ -184,11 +197,16 @@ class CudaLink(_ThreadedLink):
     def start(self, into: torch.Tensor, source: HostBytes) -> Arrival:
         job = _Job(into, source, free=torch.cuda.Event(), ready=torch.cuda.Event())
         job.free.record(torch.cuda.current_stream(self._device))
-        self._jobs.put(job)
+        self._ask(job)
         return _CudaArrival(job, self._device)
 
     def occupy(self, nbytes: int, began: float | None = None) -> None:
         pass
+
+    def close(self) -> None:
+        super().close()
+        # The thread has only told the card of its copies, and what they read and write is freed next.
+        self._stream.synchronize()
 
     def _copy(self, job: _Job) -> None:
         view = job.source.view
@@ -239,25 +257,46 @@ def host_buffer(nbytes: int, pinned: bool = True) -> tuple[torch.Tensor, str | N
     PyTorch's own pinned allocator rounds every block up to a power of two, which for large slabs is nearly twice the
     memory.
     """
-    import mmap
-
     # Shared memory, the default, has a limit of its own on many systems.
     options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    block = mmap.mmap(-1, max(nbytes, 1), **options)
+    block = _HostMemory(-1, max(nbytes, 1), **options)
     buffer = torch.frombuffer(block, dtype=torch.uint8)[:nbytes]
-    return buffer, _register(buffer) if pinned else None
+    why = _register(buffer) if pinned else None
+    if pinned and why is None:
+        block.registered = buffer.data_ptr()
+    return buffer, why
+
+
+class _HostMemory(mmap.mmap):
+    """Memory of the process that CUDA forgets before it is unmapped: the address may be given out again at once."""
+
+    # Where it begins, if CUDA knows it.
+    registered: int | None = None
+
+    def __del__(self) -> None:
+        if self.registered is not None:
+            # Modules may be gone by now, contextlib too, and nobody would see an error.
+            try:  # noqa: SIM105
+                torch.cuda.cudart().cudaHostUnregister(self.registered)
+            except Exception:
+                pass
 
 
 def _register(buffer: torch.Tensor) -> str | None:
     """Pins memory in place; the reason if that is refused."""
     if not torch.cuda.is_available():
         return "no CUDA device"
+    why = "cudaHostRegister failed"
     with contextlib.suppress(RuntimeError):
-        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        if int(code) == 0:
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if code == 0:
             return None
-        return f"cudaHostRegister returned {int(code)}"
-    return "cudaHostRegister failed"
+        why = f"cudaHostRegister returned {code}"
+    # CUDA keeps the refusal as this thread's last error. PyTorch reads that after every kernel with cudaGetLastError,
+    # which also resets it, and would raise it for whichever kernel comes next; it has no other call that reads it.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return why
 
 
 def copy_bytes(into: torch.Tensor, source: torch.Tensor) -> None:

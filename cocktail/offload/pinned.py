@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
 
@@ -35,24 +34,15 @@ def pinned_limit(cap_bytes: int = CAP_BYTES) -> PinnedLimit:
     held: list[torch.Tensor] = []
     total, step, refusal = 0, _FIRST_BYTES, None
     until = time.perf_counter() + _MAX_SECONDS
-    try:
-        while total < cap_bytes and time.perf_counter() < until:
-            buffer, why = host_buffer(min(step, cap_bytes - total))
-            if why is None:
-                held.append(buffer)
-                total += buffer.nbytes
-                # Twice as much each time, until something is refused.
-                step = step if refusal else total
-            elif step == _FIRST_BYTES:
-                return PinnedLimit(total, why)
-            else:
-                refusal, step = why, max(step // 2, _FIRST_BYTES)
-        return PinnedLimit(total, refusal)
-    finally:
-        for buffer in held:
-            _unpin(buffer)
-
-
-def _unpin(buffer: torch.Tensor) -> None:
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    while total < cap_bytes and time.perf_counter() < until:
+        buffer, why = host_buffer(min(step, cap_bytes - total))
+        if why is None:
+            held.append(buffer)
+            total += buffer.nbytes
+            # Twice as much each time, until something is refused.
+            step = step if refusal else total
+        elif step == _FIRST_BYTES:
+            return PinnedLimit(total, why)
+        else:
+            refusal, step = why, max(step // 2, _FIRST_BYTES)
+    return PinnedLimit(total, refusal)

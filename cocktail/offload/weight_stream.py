@@ -101,10 +101,8 @@ class WeightStream:
 
     def acquire(self, index: int) -> None:
         """Waits for a layer's weights and binds it to them."""
-        if self._held is not None:
-            # Its pass was interrupted.
-            self.release()
-        if not self._staged or self._staged[0][0] != index:
+        # An interrupt, wherever it came, leaves a slot without a copy; a slot is never given two.
+        if len(self._staged) < len(self._slots) or self._staged[0][0] != index:
             self._restart(index)
         _, slot, arrival = self._staged.popleft()
         self._held = slot
@@ -117,6 +115,7 @@ class WeightStream:
     def release(self) -> None:
         """Gives the running layer's slot to the next copy."""
         if self._held is not None:
+            # In this order: a slot that an interrupt loses is found again, one that is held and staged is not.
             slot, self._held = self._held, None
             self._stage(slot)
 
@@ -128,12 +127,16 @@ class WeightStream:
         self._staged.append((index, slot, self._link.start(self._slots[slot][: source.nbytes], source)))
 
     def _restart(self, index: int) -> None:
-        """Begins at another layer than the one whose turn it was, as after a pass that was interrupted."""
-        slots = [slot for _, slot, _ in self._staged]
-        self.stats.dropped += len(slots)
+        """Begins at a layer with every slot: after an interrupt, or where another layer's turn was.
+
+        A copy into a slot that is still under way ends before the slot's next one begins: the link makes them one at a
+        time.
+        """
+        self.stats.dropped += len(self._staged)
         self._staged.clear()
+        self._held = None
         self._next = self._order.index(index)
-        for slot in slots:
+        for slot in range(len(self._slots)):
             self._stage(slot)
 
     def close(self) -> None:

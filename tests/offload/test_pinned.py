@@ -11,8 +11,16 @@ from cocktail.offload import pinned
 MIB = 2**20
 
 
-class Buffer(SimpleNamespace):
-    nbytes: int
+class Buffer:
+    """Memory that is unpinned when nobody holds it."""
+
+    def __init__(self, nbytes: int, machine: SimpleNamespace) -> None:
+        self.nbytes, self._machine = nbytes, machine
+        machine.held += nbytes
+        machine.most = max(machine.most, machine.held)
+
+    def __del__(self) -> None:
+        self._machine.held -= self.nbytes
 
 
 @pytest.fixture
@@ -20,18 +28,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One that pins up to `limit` bytes; `held` is what is pinned."""
     state = SimpleNamespace(limit=10**12, held=0, most=0, free=10**12)
 
-    def host_buffer(nbytes: int) -> tuple[Buffer, str | None]:
-        if state.held + nbytes > state.limit:
-            return Buffer(nbytes=nbytes), "refused"
-        state.held += nbytes
-        state.most = max(state.most, state.held)
-        return Buffer(nbytes=nbytes), None
-
-    def unpin(buffer: Buffer) -> None:
-        state.held -= buffer.nbytes
+    def host_buffer(nbytes: int) -> tuple[Buffer | None, str | None]:
+        return (None, "refused") if state.held + nbytes > state.limit else (Buffer(nbytes, state), None)
 
     monkeypatch.setattr(pinned, "host_buffer", host_buffer)
-    monkeypatch.setattr(pinned, "_unpin", unpin)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=state.free))
     return state
 
@@ -58,6 +58,17 @@ def test_a_quarter_of_the_free_memory_is_taken_at_most(machine: SimpleNamespace)
 def test_without_a_card_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert pinned.pinned_limit() == pinned.PinnedLimit(0, "no CUDA device")
+
+
+def test_a_refusal_leaves_no_error_and_nothing_pinned(cudart: SimpleNamespace) -> None:
+    cudart.code = 2
+    assert pinned.pinned_limit() == pinned.PinnedLimit(0, "cudaHostRegister returned 2")
+    assert cudart.last_error == 0
+    cudart.code = 0
+    assert pinned.pinned_limit(128 * MIB) == pinned.PinnedLimit(128 * MIB)
+    registered = [call[1] for call in cudart.calls if call[0] == "register"]
+    assert len(registered) == 3  # one refused
+    assert sorted(call[1] for call in cudart.calls if call[0] == "unregister") == sorted(registered[1:])
 
 
 @pytest.mark.gpu

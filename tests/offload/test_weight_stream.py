@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from cocktail.offload import weight_stream
 from cocktail.offload.host_weights import FileLayer, LayerLayout, SlabLayer, hold
 from cocktail.offload.link import EmulatedLink
 from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStream
@@ -156,6 +160,70 @@ def test_a_pass_may_be_left_in_the_middle_and_another_begun() -> None:
         run(layers, 1)
         assert stream.stats.used == {0: 5, 1: 4, 2: 3, 3: 3}
         assert stream.stats.dropped > 0
+
+
+@contextmanager
+def interrupt(after: int, event: str = "opcode") -> Iterator[list[bool]]:
+    """Ctrl-C comes once the stream's own code has run for so many bytecodes, or lines; yields what is True then."""
+    came = [False]
+
+    def trace(frame: FrameType, what: str, _: Any) -> Any:
+        nonlocal after
+        if frame.f_code.co_filename != weight_stream.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if what == event:
+            after -= 1
+            if after < 0 and not came[0]:
+                came[0] = True
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield came
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+def check_a_pass(stream: WeightStream, layers: list[Layer]) -> None:
+    """The layers check their own bytes; each is copied once, through both slots."""
+    run(layers, 1)
+    dropped, nbytes = stream.stats.dropped, stream.stats.bytes
+    run(layers, 1)
+    assert stream.stats.dropped == dropped
+    assert stream.stats.bytes - nbytes == sum(layer.host.nbytes for layer in stream.layers.values())
+    assert len({layer.inner.weight.data_ptr() for layer in layers}) == min(len(layers), NUM_SLOTS)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_interrupt_at_any_bytecode_is_survived(count: int) -> None:
+    with streaming(count) as (stream, layers):
+        after, interrupted = 0, True
+        while interrupted:
+            with interrupt(after) as came:
+                run(layers, 1)
+            interrupted = came[0]
+            check_a_pass(stream, layers)
+            after += 1
+        assert after > 100 * count
+
+
+@pytest.mark.parametrize("event", ["line", "opcode"])
+def test_interrupts_one_after_another_are_survived_while_copies_are_under_way(event: str) -> None:
+    chance, link = random.Random(3), SlowLink(random.Random(1), 0.0005)
+    with streaming(4, link=link, delays=random.Random(2), most_seconds=0.0005) as (stream, layers):
+        x = torch.zeros(SIZE)
+        for _ in range(150):
+            for _ in range(chance.randint(1, 3)):
+                first = chance.randrange(4)
+                with interrupt(chance.randrange(100), event):
+                    for layer in layers[first:]:
+                        x = layer(x)
+            check_a_pass(stream, layers)
 
 
 def test_a_layer_that_fails_gives_its_slot_back() -> None:
