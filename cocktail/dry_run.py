@@ -28,9 +28,8 @@ from cocktail.offload.residency import ModelSize
 from cocktail.offloaded_model import Offload, empty_model
 from cocktail.prefill import prefill, spans
 from cocktail.rope import fix_rope
+from cocktail.sampling import DRAW_BYTES
 
-# A sampler's probabilities, sorted and cumulated, in float32 and with int64 indices.
-_SAMPLING_BYTES = 24
 # Numbers that are not worth counting: positions, tables of addresses, lengths.
 _SMALL_BYTES = 8192
 # Parts that attention of many rows on a card cuts a context into; each leaves an output in float32.
@@ -121,7 +120,7 @@ class DryRun:
         rows = 0 if hidden_on_host else layout.context_len + suffix_tokens
         hidden = rows * self._config.hidden_size * row
         rotary = 2 * rows * geometry.head_dim * row
-        sampling = self._config.vocab_size * (row + _SAMPLING_BYTES)
+        sampling = self._config.vocab_size * (row + DRAW_BYTES)
         held = context + hidden + rotary
         workspace = max(total * row // counted, sampling) - held
         if self._on_card:

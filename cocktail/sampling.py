@@ -10,6 +10,10 @@ import torch
 
 from cocktail.errors import ModelError
 
+# What drawing a token holds at its peak for an entry of the vocabulary, beside the logits: sorted logits, token ids,
+# probabilities and their sums at 8 bytes each, and the comparison with top-p.
+DRAW_BYTES = 33
+
 
 @dataclass(frozen=True)
 class Sampler:

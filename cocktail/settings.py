@@ -28,6 +28,7 @@ SCORERS = (*(entry.name for entry in registry().values() if entry.kind == "encod
 DEFAULT_ORIGIN = "default"
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+_PER_SECOND = re.compile(r"\s*/\s*s\s*$", re.IGNORECASE)
 _POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_SIZE = 10**15
 _SHOWN_LENGTH = 60
@@ -59,6 +60,24 @@ def parse_size(text: str) -> int:
         wrong = "over 1000 TB" if size > _MAX_SIZE else "less than a byte"
         raise UsageError(f"{_cut(text)!r} is {wrong}; a budget lies between 1 byte and 1000 TB.", hint)
     return int(size)
+
+
+def parse_rate(text: str) -> int:
+    """Returns the number of bytes a second that `text` names.
+
+    Args:
+        text: a size as `parse_size` reads it, with or without `/s`.
+
+    Raises:
+        UsageError: `text` is not a rate, or is zero, or is over 1000 TB a second.
+    """
+    try:
+        return parse_size(_PER_SECOND.sub("", text))
+    except UsageError:
+        raise UsageError(
+            f"{_cut(text)!r} is no rate between 1 byte and 1000 TB a second.",
+            "Write it like 25GB/s (10^9 bytes a second), 500MB/s or 8GiB/s (2^30).",
+        ) from None
 
 
 def as_utf8(text: str) -> str:
@@ -136,7 +155,7 @@ def _vram(value: object) -> int | str:
 
 def _link(value: object) -> float:
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value)
-    return float(parse_size(text.strip().removesuffix("/s")))
+    return float(parse_rate(text))
 
 
 def _path(value: object) -> Path:

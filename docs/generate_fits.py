@@ -30,14 +30,16 @@ INTRODUCTION = """\
 # What fits
 
 Written by `make docs`; do not edit. **Planned, not measured**: nothing on this page was run. The plans are those of
-`cocktail plan --gpu "{card}" --tokens N --vram SIZE`, made from the models' dimensions alone. Times are the least that
-the maker's figures of the {card} allow, at every budget: {link}/s link, {memory}/s memory, {operations:.3g} Tflop/s.
+`cocktail plan --gpu "{card}" --tokens N --vram SIZE`, made from the models' dimensions alone. Times are what the
+maker's figures of the {card} give at full use, with attention over all tokens, at every budget: {link}/s link,
+{memory}/s memory, {operations:.3g} Tflop/s.
 
 Weights in BF16. KV cache `cocktail` with every chunk at 4 bits, as the question is not known; chunks at 2 bits take
 less. {prefix} tokens of template, {suffix} of question and repeated passages, {answer} of answer. Sizes are decimal.
-*On the card* and *streamed* count decoder layers; *rows* are the tokens of a prefill segment; *layer KV* is one layer's
-unquantized keys and values; *hidden* are hidden states with rotary tables; *context* is CUDA's, with the graphs of
-decode steps where nothing is streamed.
+*On the card* and *streamed* count decoder layers; an *embedding* on the host is looked up in the model's files; *rows*
+are the tokens of a prefill segment; *layer KV* is one layer's unquantized keys and values; *hidden* are hidden states
+with rotary tables; *context* is CUDA's, assumed and not measured, with the graphs of decode steps where nothing is
+streamed.
 """
 TITLES = (
     "document",

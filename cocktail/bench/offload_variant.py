@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cocktail.errors import UsageError
 from cocktail.offload.budget import format_bytes
-from cocktail.settings import parse_size
+from cocktail.settings import parse_rate, parse_size
 
 COMPUTE, LINK, STREAM, SYNCHRONOUS = "compute", "link", "stream", "synchronous"
 CPU_OFFLOAD, DEVICE_MAP, WHOLE_MODEL = "accelerate-cpu-offload", "accelerate-device-map", "accelerate-whole-model"
@@ -49,7 +49,7 @@ def parse_links(texts: Sequence[str]) -> tuple[LinkChoice, ...]:
             links.append(LinkChoice(word.lower()))
             continue
         try:
-            links.append(link_of(parse_size(word.removesuffix("/s"))))
+            links.append(link_of(parse_rate(word)))
         except UsageError:
             raise UsageError(
                 f"--link {word!r} is no rate.", "Write it like 500MB/s or 4GB/s, or give unlimited or equal."

@@ -131,7 +131,11 @@ def plan(
 
 
 def plan_json(report: PlanReport) -> dict[str, Any]:
-    """Returns the plan as JSON; `plan` is null where only other budgets were asked about."""
+    """Returns the plan as JSON; `plan` is null where only other budgets were asked about.
+
+    Beside the fields that an answer's `plan` has, `plan` holds where everything would be (`streamed_layers` by number,
+    `why_these_layers` in words), the peak by `parts` in bytes, and predicted seconds.
+    """
     from cocktail.engine import versions
 
     target, kv, speed = report.target, report.kv, report.target.speed
@@ -186,6 +190,7 @@ def _plan_body(plan: ResidencyPlan, emulated: bool) -> dict[str, Any]:
         "substitute_bits": plan.draft.bits,
         "emulated": emulated,
         "streamed_layers": list(plan.streamed),
+        "why_these_layers": plan.why_these_layers,
         "streamed_bytes": plan.streamed_bytes,
         "embedding_on_host": plan.embedding_on_host,
         "hidden_states_on_host": plan.hidden_on_host,

@@ -31,6 +31,8 @@ from cocktail.offload.budget import format_bytes
 
 _QUOTE_LENGTH = 160
 _UNWRAPPED_WIDTH = 10_000
+# Statistics that are an emulated device's where there is one: what it holds, and times in which its copies are.
+_OF_DEVICE = frozenset(("budget", "peak", "layers", "streamed", "prefill", "ttft", "decode", "tpot", "total"))
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ class TerminalReporter:
 
 
 def stats_rows(answer: Answer) -> list[tuple[str, str]]:
-    """Returns the figures that --stats shows, in order, as (name, text)."""
+    """Returns the figures that --stats shows, in order, as (name, text); those of an emulated device say so."""
     kv, plan, speculation, timings, usage = answer.kv, answer.plan, answer.speculation, answer.timings, answer.usage
     chunks = ", ".join(f"{count} {precision}" for precision, count in kv.chunks.items())
     budget = "none" if plan.vram_budget_bytes is None else format_bytes(plan.vram_budget_bytes)
@@ -276,7 +278,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         ("kv chunks", chunks),
         ("kv bytes", f"{format_bytes(kv.bytes)}{share}"),
         ("kv bits per value", f"{kv.bits_per_value:.2f}"),
-        ("budget", budget + (" (emulated)" if plan.emulated else "")),
+        ("budget", budget),
         ("peak", f"{format_bytes(plan.estimated_peak_bytes)} estimated, {measured} measured"),
         ("layers", f"{plan.resident_layers} resident, {plan.offloaded_layers} offloaded"),
         ("streamed", answer.streaming),
@@ -288,4 +290,6 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         seconds = getattr(timings, name)
         if seconds is not None:
             rows.append((name, f"{seconds:.3f} s"))
-    return rows
+    if not plan.emulated:
+        return rows
+    return [(name, f"{text} (emulated)" if name in _OF_DEVICE else text) for name, text in rows]

@@ -75,7 +75,8 @@ def _heading(report: PlanReport) -> Iterator[str]:
     link = f"{format_bytes(round(speed.link_bytes))}/s link, " if target.on_card or report.emulated else ""
     memory = f"{format_bytes(round(speed.memory_bytes))}/s memory"
     yield f"rates, {origin}: {link}{memory}, {speed.operations / 1e12:.3g} Tflop/s"
-    yield "planned, not run: times are the least that these rates allow"
+    # A sliding window is planned for as full attention, and a mixture of experts as if every expert ran.
+    yield "planned, not run: times are what these rates give at full use, over all tokens and all experts"
 
 
 def _parts(plan: ResidencyPlan, limit_bytes: int, colored: bool) -> Table:
@@ -120,8 +121,9 @@ def fact_rows(report: PlanReport, plan: ResidencyPlan) -> Iterator[tuple[str, st
     yield "layers", f"{plan.resident_layers} resident{streamed}"
     if plan.streamed:
         yield "streamed", f"{ranges(plan.streamed)}: {format_bytes(plan.streamed_bytes)} a pass"
-    yield "embedding", _place(plan.embedding_on_host)
-    yield "hidden states", _place(plan.hidden_on_host)
+        yield "why these", plan.why_these_layers
+    yield "embedding", "looked up in the model's files" if plan.embedding_on_host else "on the device"
+    yield "hidden states", "in host memory" if plan.hidden_on_host else "on the device"
     if report.kv is not None:
         yield "kv cache", _kv(report.kv)
         yield from (("", line) for line in _by_precision(report.kv))
@@ -139,10 +141,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _place(on_host: bool) -> str:
-    return "in host memory" if on_host else "on the device"
 
 
 def _kv(kv: KvBytes) -> str:

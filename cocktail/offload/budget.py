@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-# A CUDA context with cuBLAS handles; what nvidia-smi shows for an idle PyTorch process on recent drivers.
+# A CUDA context with cuBLAS handles: an assumption, not measured.
 CUDA_CONTEXT_BYTES = 450_000_000
 # What PyTorch's allocator takes of a card beyond the tensors: 32 MiB for the workspace of cuBLAS, two segments of 20
 # MiB that are partly filled, and some large blocks that are rounded up to 2 MiB. An assumption.
 ALLOCATOR_BYTES = 100_000_000
 # A large block is rounded up to a multiple of it.
 ALLOCATION_STEP = 2 << 20
-# What the graphs of decode steps take beside logits: the allocator gives their pool a segment of 2 MiB for small and
-# one of 20 MiB for larger temporaries, the driver keeps some KiB for each of a few thousand kernels, and cuBLAS a
-# workspace of up to 32 MiB for the stream that is captured.
+# What the graphs of decode steps take beside logits, assumed as well: the allocator gives their pool a segment of 2 MiB
+# for small and one of 20 MiB for larger temporaries, the driver keeps some KiB for each of a few thousand kernels, and
+# cuBLAS a workspace of up to 32 MiB for the stream that is captured.
 GRAPH_POOL_BYTES = 84_000_000
 
 # Rows of one prefill segment, and the workspace that they may take where no budget says how much there is.

@@ -19,8 +19,9 @@ class LedgerOutOfMemoryError(torch.OutOfMemoryError):
 class Ledger(TorchDispatchMode):
     """While it is entered, the tensors that this thread makes count as an accelerator's until they are freed.
 
-    Views count nothing. What libraries take inside an operation is not seen, as a card would not take it. Memory that a
-    real run would hold in host memory is made inside `host()`.
+    Views count nothing. What libraries take inside an operation is not seen: a card's take other buffers. Sizes are not
+    rounded and there are no gaps between tensors, as there are in a card's memory. What a real run would hold in host
+    memory is made inside `host()`.
 
     Args:
         limit_bytes: None: no limit.

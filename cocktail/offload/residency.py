@@ -129,6 +129,15 @@ class ResidencyPlan:
         return self.num_layers - len(self.streamed)
 
     @property
+    def why_these_layers(self) -> str:
+        """Why the layers stay resident that do, as it is shown."""
+        if not self.streamed:
+            return "all of them fit"
+        if not self.resident_layers:
+            return "none fits beside the other parts"
+        return "as many stay as fit, spread evenly: a layer is copied while the resident ones before it run"
+
+    @property
     def answer_seconds(self) -> float:
         """Until an answer of usual length is there."""
         return self.prefill_seconds + ANSWER_TOKENS * self.token_seconds

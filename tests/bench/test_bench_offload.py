@@ -439,7 +439,7 @@ def test_figures_are_derived_from_the_runs() -> None:
 
 
 def test_lists_are_read_word_by_word() -> None:
-    assert parse_links(["500MB/s,Unlimited", "equal, 0.5GB"]) == (
+    assert parse_links(["500MB/s,Unlimited", "equal, 0.5 gb/S"]) == (
         LinkChoice("500 MB/s", 5e8),
         LinkChoice("unlimited"),
         LinkChoice("equal"),

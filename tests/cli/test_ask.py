@@ -8,14 +8,19 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from cocktail.answer import PlanStats, Timings
+from cocktail.cli.render import stats_rows
 from cocktail.document import read_document
+from cocktail.engine import Request
 from cocktail.errors import DocumentError
+from tests.cli.fake_engine import make_answer
 
 Run = Callable[..., Any]
 Spawn = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -238,6 +243,18 @@ def test_stats_name_bytes_chunks_bits_and_times(cocktail: Run) -> None:
     ):
         assert words in result.err
     assert "why_off" not in result.err
+
+
+def test_stats_of_an_emulated_device_say_so_of_each_figure() -> None:
+    answer = make_answer(Request("doc", ("why",)), "why", "Because.", "stop", ())
+    timings = Timings(parse=0.1, score=0.2, load=1.0, prefill=2.0, ttft=3.5, decode=4.0, tpot=0.5, total=8.0)
+    assert "emulated" not in str(stats_rows(replace(answer, timings=timings)))
+    plan = PlanStats(10**9, 10**9, 10**9, 20, 10, None, emulated=True)
+    rows = stats_rows(replace(answer, timings=timings, plan=plan, streaming="10 layers, 0.50 s waited for copies"))
+    labelled = {name for name, text in rows if text.endswith(" (emulated)")}
+    assert labelled == {"budget", "peak", "layers", "streamed", "prefill", "ttft", "decode", "tpot", "total"}
+    assert dict(rows)["peak"] == "1.00 GB estimated, 1.00 GB measured (emulated)"
+    assert (dict(rows)["parse"], dict(rows)["load"]) == ("0.100 s", "1.000 s")
 
 
 def test_output_goes_to_a_file_only(cocktail: Run) -> None:

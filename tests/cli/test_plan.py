@@ -124,6 +124,23 @@ def test_the_bar_is_as_long_as_the_budget_and_names_every_large_part(
     assert all(bar.count(letter) == pytest.approx(60 * share / 100, abs=1) for letter, share in sizes.items())
 
 
+def test_where_everything_is_and_why_those_layers_stay(
+    cocktail: Run, planned: Callable[..., dict[str, Any]], folder: Callable[[str], str]
+) -> None:
+    run = ("--tokens", "32000", "-m", folder("qwen2.5-7b"))
+    out = cocktail("plan", *run, "--vram", "8GB")[1]
+    (why,) = re.findall(r"^why these +(.*)$", out, re.MULTILINE)
+    assert "spread evenly" in why
+    assert planned(*run, "--vram", "8GB")["plan"]["why_these_layers"] == why
+    assert re.search(r"^embedding +looked up in the model's files$", out, re.MULTILINE)
+    assert re.search(r"^hidden states +in host memory$", out, re.MULTILINE)
+    out = cocktail("plan", *run, "--vram", "40GB")[1]
+    assert "why these" not in out
+    assert re.search(r"^embedding +on the device$", out, re.MULTILINE)
+    assert re.search(r"^hidden states +on the device$", out, re.MULTILINE)
+    assert planned(*run, "--vram", "40GB")["plan"]["why_these_layers"] == "all of them fit"
+
+
 def test_json_has_the_contract_s_keys_and_every_part(
     planned: Callable[..., dict[str, Any]], folder: Callable[[str], str], document: str
 ) -> None:

@@ -61,6 +61,15 @@ def test_parse_size_refuses_what_is_no_budget(text: str) -> None:
     assert "8GiB" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("text", ["fast", "0GB/s", "25GB/m", "25GB/s/s", "/s", "9" * 40])
+def test_a_link_that_is_no_rate_is_told_how_a_rate_is_written(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve({"link": text}, {})
+    assert caught.value.message == f"--link: {text!r} is no rate between 1 byte and 1000 TB a second."
+    assert "25GB/s" in str(caught.value.hint)
+    assert "memory" not in str(caught.value.hint)
+
+
 def test_settings_cover_every_field_of_the_configuration() -> None:
     renamed = {"vram_bytes", "vram_auto", "link_bytes_per_second"}
     assert {field.name for field in fields(Config)} - renamed == set(PARSERS) - {"vram", "link"}
@@ -96,6 +105,8 @@ def test_flag_beats_variable_beats_project_file_beats_user_file_beats_default() 
         ({"vram": "8GiB"}, {"vram_bytes": 2**33, "vram_auto": False}),
         ({"vram": "AUTO"}, {"vram_bytes": None, "vram_auto": True}),
         ({"link": "25GB/s"}, {"link_bytes_per_second": 25e9}),
+        ({"link": "25GB/S"}, {"link_bytes_per_second": 25e9}),
+        ({"link": " 25 gb / s "}, {"link_bytes_per_second": 25e9}),
         ({"link": "512 MiB/s"}, {"link_bytes_per_second": 512 * 2**20}),
         ({"link": 2}, {"link_bytes_per_second": 2e9}),
         ({"dtype": "BF16"}, {"dtype": "bfloat16"}),

@@ -158,3 +158,22 @@ def test_layers_that_differ_late_are_seen(dtype: torch.dtype, tmp_path: Path) ->
             tmp_path, plan, lengths, bits, planner.geometry(lengths), dtype, Sampler(), stored_otherwise=True
         )
         assert peak <= plan.estimate.peak_bytes <= 1.1 * peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drawing_from_a_large_vocabulary_is_planned_for_where_little_is_read(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny_model("llama", "eager", vocab_size=100_000).save_pretrained(tmp_path)
+    planner = Planner(load_config(ModelFolder(tmp_path, "llama", "")), dtype, on_card=False, has_budget=True)
+    lengths, bits = Lengths(5, 64, 20, 22, 32), plan_bits("int4", np.zeros(2, dtype=np.float32), 0.6, 0.1)
+    workload = planner.workload(lengths, planner.kv_choices(lengths, "int4", lambda name: [bits], may_lower=False))
+    plan = plan_residency(planner.size, workload, 10**9, SPEED)
+    assert plan is not None
+    with offloaded(tmp_path, plan, limit_bytes=plan.estimate.peak_bytes, dtype=dtype) as (model, offload):
+        context_ids, suffix_ids = (torch.randint(3, 384, (count,)) for count in (lengths.layout.context_len, 20))
+        cache = MixedKVCache(planner.geometry(lengths), lengths.layout, lengths.tail, dtype)
+        logits = prefill(model, cache, context_ids, suffix_ids, bits, offload=offload)
+        before = offload.peak_bytes
+        Sampler(temperature=0.8, top_p=0.9).draw(logits, cache.get_seq_length())
+        assert before < offload.peak_bytes <= plan.estimate.peak_bytes

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocktail.errors import ModelError
-from cocktail.sampling import Sampler, uniform
+from cocktail.offload.ledger import Ledger
+from cocktail.sampling import DRAW_BYTES, Sampler, uniform
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOGITS = torch.tensor([1.0, 3.0, 0.5, 2.0, 2.5, -1.0])
@@ -144,3 +145,13 @@ def test_draws_follow_the_exact_distribution(sampler: Sampler) -> None:
 def test_the_distribution_test_finds_a_broken_sampler(broken: Sampler) -> None:
     expected = expected_distribution(LOGITS.tolist(), 2.0, 4, 0.75)
     assert chi_squared(broken, expected, LOGITS) > 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_a_draw_holds_no_more_than_is_planned_for_it(dtype: torch.dtype, top_p: float) -> None:
+    logits, ledger = torch.randn(20_000).to(dtype), Ledger()
+    with torch.inference_mode(), ledger:
+        Sampler(temperature=0.8, top_p=top_p).draw(logits, 3)
+    held = ledger.peak_bytes / len(logits)
+    assert DRAW_BYTES - 1.01 < held <= DRAW_BYTES + 0.01

@@ -106,6 +106,18 @@ def test_streamed_layers_are_spread_over_the_depth() -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
+def test_a_plan_says_why_those_layers_stay() -> None:
+    reasons = {}
+    for budget in (2_700, 8_000, 24_000):
+        plan = plan_residency(SIZE, workload(), budget * MB, SPEED)
+        assert plan is not None
+        reasons[plan.resident_layers] = plan.why_these_layers
+    none, some, every = (reasons[count] for count in sorted(reasons))
+    assert sorted(reasons)[::2] == [0, 28]
+    assert (none, every) == ("none fits beside the other parts", "all of them fit")
+    assert "spread evenly" in some
+
+
 def test_kv_precision_is_lowered_only_where_nothing_else_fits() -> None:
     kv = (("fp16", 6_000 * MB), ("int8", 3_000 * MB), ("int4", 1_500 * MB), ("int2", 800 * MB))
     policies = {}
