@@ -180,6 +180,8 @@ def interrupt(after: int, event: str = "opcode") -> Iterator[list[bool]]:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 tells of bytecodes only if some frame wanted it before tracing began.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         yield came
