@@ -18,7 +18,7 @@ types:
 	$(PYTHON) -m mypy
 
 test:
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 test-long: ## what takes minutes, such as all random cases of peak memory against plan
 	$(PYTHON) -m pytest -m long
