@@ -80,8 +80,10 @@ class HostedModel:
         self.model: PreTrainedModel = loaded.model
         self.device = loaded.device
         self.layers = _hosted_layers(loaded)
-        size = max(layer.layout.nbytes for layer in self.layers)
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(NUM_SLOTS)]
+        assert loaded.offload is not None
+        assert loaded.offload.stream is not None
+        # Those of the stream that is ended: two more would be memory that a run does not take.
+        self.slots = loaded.offload.stream.slots
         self._fed: list[torch.Tensor] = []
         self._expected: list[int] = []
 

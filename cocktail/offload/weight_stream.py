@@ -83,7 +83,7 @@ class WeightStream:
         self.layers = dict(layers)
         self.stats = StreamStats({index: 0 for index in layers})
         self._order = list(layers)
-        self._slots, self._link = slots, link
+        self.slots, self._link = slots, link
         self._staged: deque[tuple[int, int, Arrival]] = deque()
         self._held: int | None = None  # the slot of the layer that runs
         self._next = 0
@@ -96,13 +96,13 @@ class WeightStream:
                 layer.module.register_forward_pre_hook(lambda *_, index=index: self.acquire(index)),
                 layer.module.register_forward_hook(lambda *_: self.release(), always_call=True),
             ]
-        for slot in range(len(self._slots)):
+        for slot in range(len(self.slots)):
             self._stage(slot)
 
     def acquire(self, index: int) -> None:
         """Waits for a layer's weights and binds it to them."""
         # An interrupt, wherever it came, leaves a slot without a copy; a slot is never given two.
-        if len(self._staged) < len(self._slots) or self._staged[0][0] != index:
+        if len(self._staged) < len(self.slots) or self._staged[0][0] != index:
             self._restart(index)
         _, slot, arrival = self._staged.popleft()
         self._held = slot
@@ -124,7 +124,7 @@ class WeightStream:
         self._next = (self._next + 1) % len(self._order)
         source = self.layers[index].host
         self.stats.bytes += source.nbytes
-        self._staged.append((index, slot, self._link.start(self._slots[slot][: source.nbytes], source)))
+        self._staged.append((index, slot, self._link.start(self.slots[slot][: source.nbytes], source)))
 
     def _restart(self, index: int) -> None:
         """Begins at a layer with every slot: after an interrupt, or where another layer's turn was.
@@ -136,7 +136,7 @@ class WeightStream:
         self._staged.clear()
         self._held = None
         self._next = self._order.index(index)
-        for slot in range(len(self._slots)):
+        for slot in range(len(self.slots)):
             self._stage(slot)
 
     def close(self) -> None:
