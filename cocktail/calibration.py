@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -22,6 +23,8 @@ _MATRIX = 1024
 _REPEATS = 5
 _FILE = "calibration.json"
 _MEASURED_AT = "measured_at"
+# Of bytes or operations a second; whatever is below was not measured.
+_LEAST_RATE = 1e6
 # A card may have moved to another slot, and a machine may have been busy when it was measured.
 _MAX_AGE_SECONDS = 7 * 86400
 
@@ -35,12 +38,13 @@ def device_speed(device: torch.device, dtype: torch.dtype, folder: Path) -> Devi
     key = f"{name}|{torch.get_num_threads()} threads|torch {torch.__version__}|{dtype}"
     try:
         kept = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         kept = {}
     kept = kept if isinstance(kept, dict) else {}
     try:
         figures = {field: float(value) for field, value in kept[key].items()}
-        if 0 <= time.time() - figures.pop(_MEASURED_AT) < _MAX_AGE_SECONDS:
+        is_recent = 0 <= time.time() - figures.pop(_MEASURED_AT) < _MAX_AGE_SECONDS
+        if is_recent and all(math.isfinite(value) and value >= _LEAST_RATE for value in figures.values()):
             return DeviceSpeed(**figures)
     except (KeyError, TypeError, ValueError, AttributeError):
         pass

@@ -124,7 +124,7 @@ def _fill(place: _Place, stream: IO[bytes], offset: int, out: torch.Tensor) -> N
 
 
 class LoadedCheckpoint:
-    """Weights that are in host memory or mapped from a PyTorch file."""
+    """Weights that are in host memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -163,7 +163,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return SafetensorsCheckpoint(files)
     tensors: dict[str, Any] = {}
     for file in files:
-        tensors |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        # Not mapped: see `SafetensorsCheckpoint`.
+        tensors |= torch.load(file, map_location="cpu", weights_only=True)
     return LoadedCheckpoint(tensors)
 
 

@@ -28,6 +28,8 @@ from cocktail.report import Reporter
 AUTO_MARGIN = 0.05
 # The part of this machine's copying rate that an emulated link may have: the rest is the computation's.
 _LINK_SHARE = 0.5
+# What a hint names is less: the next measurement may be slower.
+_HINT_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def check_link(config: Config, device: torch.device, *, emulated: bool) -> None:
         raise UsageError(
             f"--link {format_bytes(int(asked))}/s cannot be emulated: this machine copies {format_bytes(int(rate))} a "
             f"second, and half of that is left to the computation.",
-            f"Give --link {format_bytes(int(_LINK_SHARE * rate)).replace(' ', '')}/s or less.",
+            f"Give --link {format_bytes(int(_HINT_SHARE * rate), math.floor).replace(' ', '')}/s or less.",
         )
 
 

@@ -45,6 +45,7 @@ class Offload:
     def __init__(self, accelerator: Accelerator, stream: WeightStream | None, host: HostWeights | None) -> None:
         self.accelerator, self.stream, self.host = accelerator, stream, host
         self._embeds_to_host = self._looks_up = False
+        self._told_layers, self._told_seconds = 0, 0.0
         # Where hidden states are kept that host memory has no room for either: a folder; None: in memory.
         self.rows_file: Path | None = None
 
@@ -120,16 +121,19 @@ class Offload:
         return torch.cuda.max_memory_reserved(self.accelerator.device) if ledger is None else ledger.peak_bytes
 
     def describe(self) -> str:
-        """What was streamed so far, for the statistics."""
+        """What was streamed since this was asked before, for the statistics of one answer."""
         if self.stream is None or self.host is None:
             return "none"
         stats, layers = self.stream.stats, len(self.stream.layers)
         kept = "the model's files" if self.host.from_files else "host memory"
         if self.accelerator.device.type == "cuda" and not self.host.from_files:
             kept = f"{'pinned' if self.host.why_pageable is None else 'pageable'} {kept}"
+        copied, waited = sum(stats.used.values()), stats.waited_seconds
+        since = copied - self._told_layers, waited - self._told_seconds
+        self._told_layers, self._told_seconds = copied, waited
         return (
-            f"{layers} layers, {format_bytes(self.host.nbytes)} in {kept}; {sum(stats.used.values()):,} layers copied, "
-            f"{stats.waited_seconds:.2f} s waited for copies"
+            f"{layers} layers, {format_bytes(self.host.nbytes)} in {kept}; {since[0]:,} layers copied, "
+            f"{since[1]:.2f} s waited for copies"
         )
 
     def close(self) -> None:

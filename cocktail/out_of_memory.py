@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from cocktail.errors import BudgetError
 
 _MAX_REASON_CHARS = 200
+# Of PyTorch's CPU allocator, and of the system where a library maps a file.
+_WORDS = ("can't allocate memory", "Cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -17,8 +19,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # PyTorch's CPU allocator, and the system where memory is mapped.
-    return "can't allocate memory" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return any(words in str(error) for words in _WORDS) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 @contextmanager

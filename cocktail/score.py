@@ -13,6 +13,7 @@ import regex
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
+from cocktail.out_of_memory import is_out_of_memory
 from cocktail.report import Reporter
 
 ENCODE_CHARS = 16_384  # of one forward pass, padding included; some tens of MB of activations
@@ -110,6 +111,8 @@ class EncoderScorer:
             self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
         # A damaged folder fails in torch, safetensors, tokenizers or json, each with its own exception.
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelError(
                 f"The encoder {name} in {folder} cannot be loaded: {error}",
                 "Fetch it again with `cocktail models pull`, or score without one: --scorer bm25.",

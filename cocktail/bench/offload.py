@@ -43,7 +43,7 @@ from cocktail.offload.residency import spread
 from cocktail.out_of_memory import is_out_of_memory
 from cocktail.reading import Reading
 from cocktail.ready_kernels import ready_kernels
-from cocktail.report import Reporter
+from cocktail.report import Reporter, SilentReporter
 from cocktail.rope import fix_rope
 from cocktail.stopwatch import Stopwatch
 
@@ -112,7 +112,7 @@ def bench_offload(request: Request, benchmark: OffloadBenchmark, config: Config,
     if benchmark.variants:
         _check_cases(links, benchmark.resident, config, whole, device)
     tokens = choose_tokens(whole, benchmark.tokens or min(DEFAULT_TOKENS, choose_tokens(whole, None)))
-    lengths = tuple(choose_tokens(whole, length) for length in benchmark.lengths) or (tokens,)
+    lengths = tuple(choose_tokens(whole, length, "--lengths") for length in benchmark.lengths) or (tokens,)
     reading = stretch(whole, tokens)
     result = OffloadResult(
         reading=reading,
@@ -173,7 +173,8 @@ def _measure_decoding(
     reporter: Reporter,
 ) -> None:
     reading = result.reading
-    job = plan_job(reading, replace(config, vram_bytes=_NO_LIMIT), reporter)
+    # Nobody has asked for such a budget, so nothing is said of it.
+    job = plan_job(reading, replace(config, vram_bytes=_NO_LIMIT), SilentReporter())
     plan = replace(job.residency, streamed=tuple(range(job.geometry.num_layers)))
     loaded = load_model(result.model, reading.hf_config, reading.tokenizer, config, reporter, plan=plan)
     with closing(loaded):

@@ -65,7 +65,7 @@ def read_whole(request: Request, config: Config, reporter: Reporter) -> Reading:
     return read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
 
 
-def choose_tokens(reading: Reading, asked: int | None) -> int:
+def choose_tokens(reading: Reading, asked: int | None, option: str = "--tokens") -> int:
     """How many document tokens are read: what is asked for, else 6,000 or as many as the model's window takes.
 
     Raises:
@@ -76,8 +76,8 @@ def choose_tokens(reading: Reading, asked: int | None) -> int:
         return min(DEFAULT_TOKENS, room)
     if asked > room:
         raise UsageError(
-            f"--tokens is {asked:,}; the model's window has room for {room:,} beside question and answer.",
-            "Lower --tokens, or use a model with a longer window (-m).",
+            f"{option} is {asked:,}; the model's window has room for {room:,} beside question and answer.",
+            f"Lower {option}, or use a model with a longer window (-m).",
         )
     return asked
 
