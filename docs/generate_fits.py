@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from cocktail.config import Config
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.gpu_cards import find_card
-from cocktail.offload.residency import ResidencyPlan
+from cocktail.offload.residency import LAUNCH_SECONDS, ResidencyPlan
 from cocktail.outlook import Outlook
 from cocktail.planner import Lengths
 
@@ -32,14 +32,14 @@ INTRODUCTION = """\
 Written by `make docs`; do not edit. **Planned, not measured**: nothing on this page was run. The plans are those of
 `cocktail plan --gpu "{card}" --tokens N --vram SIZE`, made from the models' dimensions alone. Times are what the
 maker's figures of the {card} give at full use, with attention over all tokens, at every budget: {link}/s link,
-{memory}/s memory, {operations:.3g} Tflop/s.
+{memory}/s memory, {operations:.3g} Tflop/s; and, assumed, {launch:.1f} ms for each layer of a prefill segment.
 
 Weights in BF16. KV cache `cocktail` with every chunk at 4 bits, as the question is not known; chunks at 2 bits take
 less. {prefix} tokens of template, {suffix} of question and repeated passages, {answer} of answer. Sizes are decimal.
 *On the card* and *streamed* count decoder layers; an *embedding* on the host is looked up in the model's files; *rows*
 are the tokens of a prefill segment; *layer KV* is one layer's unquantized keys and values; *hidden* are hidden states
-with rotary tables; *context* is CUDA's, assumed and not measured, with the graphs of decode steps where nothing is
-streamed.
+with rotary tables; *context* is CUDA's, with what its allocator takes beyond tensors and, where nothing is streamed,
+the graphs of decode steps: assumed, not measured.
 """
 TITLES = (
     "document",
@@ -84,6 +84,7 @@ def render() -> str:
         link=format_bytes(round(card.speed.link_bytes)),
         memory=format_bytes(round(card.speed.memory_bytes)),
         operations=card.speed.operations / 1e12,
+        launch=1000 * LAUNCH_SECONDS,
         prefix=PREFIX,
         suffix=SUFFIX,
         answer=ANSWER,
@@ -115,7 +116,7 @@ def _cells(plan: ResidencyPlan) -> Iterator[str]:
     hidden = parts.hidden_states + parts.rotary_tables
     sizes = (parts.weights, parts.staging, parts.kv_cache, parts.layer_context, hidden, parts.workspace)
     yield from (format_bytes(size) if size else "-" for size in sizes)
-    yield format_bytes(parts.device_context + parts.step_graphs)
+    yield format_bytes(parts.device_context + parts.allocator + parts.step_graphs)
     yield format_bytes(parts.peak_bytes, math.ceil)
     yield from (f"{plan.prefill_seconds:.1f} s", f"{plan.token_seconds:.2f} s")
 

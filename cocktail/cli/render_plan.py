@@ -76,7 +76,7 @@ def _heading(report: PlanReport) -> Iterator[str]:
     memory = f"{format_bytes(round(speed.memory_bytes))}/s memory"
     yield f"rates, {origin}: {link}{memory}, {speed.operations / 1e12:.3g} Tflop/s"
     # A sliding window is planned for as full attention, and a mixture of experts as if every expert ran.
-    yield "planned, not run: times are what these rates give at full use, over all tokens and all experts"
+    yield "planned, not run: times are what these rates give at full use, over all tokens and experts; launches assumed"
 
 
 def _parts(plan: ResidencyPlan, limit_bytes: int, colored: bool) -> Table:

@@ -1,4 +1,4 @@
-"""Peak resident memory of one prefill against the planner's formula. Prints one JSON object.
+"""Peak resident memory of one prefill against the plan. Prints one JSON object.
 
     python tests/bench/prefill_memory.py MODEL_FOLDER [TOKENS] [POLICY]
 

@@ -1,4 +1,4 @@
-"""The planner's memory formula holds for a real prefill."""
+"""A real prefill takes what is planned."""
 
 from __future__ import annotations
 
