@@ -128,10 +128,13 @@ def test_where_everything_is_and_why_those_layers_stay(
     cocktail: Run, planned: Callable[..., dict[str, Any]], folder: Callable[[str], str]
 ) -> None:
     run = ("--tokens", "32000", "-m", folder("qwen2.5-7b"))
-    out = cocktail("plan", *run, "--vram", "8GB")[1]
-    (why,) = re.findall(r"^why these +(.*)$", out, re.MULTILINE)
+    (why,) = re.findall(r"^why these +(.*)$", cocktail("plan", *run, "--vram", "8GB")[1], re.MULTILINE)
     assert "spread evenly" in why
     assert planned(*run, "--vram", "8GB")["plan"]["why_these_layers"] == why
+    # The smallest budget leaves one way, whatever the rates.
+    least = planned(*run, "--what-if", "1000B")["what_if"][0]["smallest_budget_bytes"]
+    out = cocktail("plan", *run, "--vram", f"{least}B")[1]
+    assert "none fits" in out
     assert re.search(r"^embedding +looked up in the model's files$", out, re.MULTILINE)
     assert re.search(r"^hidden states +in host memory$", out, re.MULTILINE)
     out = cocktail("plan", *run, "--vram", "40GB")[1]
