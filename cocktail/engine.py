@@ -138,7 +138,9 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
 def _answers(
     questions: Sequence[str], job: Job, loaded: LoadedModel, config: Config, recorder: Recorder, watch: Stopwatch
 ) -> Iterator[Answer]:
-    _ready_kernels(job, loaded, recorder, watch)
+    from cocktail.ready_kernels import ready_job_kernels
+
+    ready_job_kernels(job, loaded, recorder, watch)
     cache, logits, stored = _prefill(job, loaded, config, recorder, watch)
     for index, question in enumerate(questions):
         if stored is not None and index > 0:
@@ -179,14 +181,6 @@ def versions() -> dict[str, str]:
     """Versions of what computes an answer."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {"cocktail": __version__, "python": platform.python_version(), **packages}
-
-
-def _ready_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch) -> None:
-    from cocktail.ready_kernels import ready_kernels
-
-    heads: int = job.reading.hf_config.num_attention_heads
-    group = heads // job.geometry.num_kv_heads
-    ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, watch)
 
 
 def _prefill(

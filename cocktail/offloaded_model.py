@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from cocktail.checkpoint import Checkpoint, RenamedCheckpoint, open_checkpoint, 
 from cocktail.disk import check_space, map_disk_errors
 from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.budget import format_bytes
-from cocktail.offload.host_weights import HostWeights, LayerLayout, hold
+from cocktail.offload.host_weights import HostWeights, LayerLayout, ReadWeight, hold
 from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStream
 
@@ -196,8 +196,10 @@ def load_offloaded(
         places = _places(model)
         checkpoint = _matching(folder, model, load_whole)
     layers: Any = model.get_decoder().layers
-    names = [_parameter_names(model, layer) for layer in layers]
-    in_layers = {name for layer in names for name in layer}
+    names = {module: name for name, module in model.named_modules()}
+    prefixes, layouts = [names[layer] for layer in layers], [LayerLayout.of_module(layer) for layer in layers]
+    parts = zip(prefixes, layouts, strict=True)
+    in_layers = {f"{prefix}.{span.name}" for prefix, layout in parts for span in layout.weights}
     embedding: Any = model.get_input_embeddings()
     on_host = {embedding: "weight"} if plan.embedding_on_host or plan.hidden_on_host else {}
 
@@ -215,17 +217,17 @@ def load_offloaded(
             assert parameter is not None
             fill(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=accelerator.device))
     streamed = set(plan.streamed)
-    for index, layer in enumerate(layers):
+    for index, (prefix, layout) in enumerate(zip(prefixes, layouts, strict=True)):
         if index not in streamed:
-            layout = LayerLayout.of_module(layer)
             # One block: a card's allocator rounds each one up.
             block = torch.empty(layout.nbytes, dtype=torch.uint8, device=accelerator.device)
-            for name, span in zip(names[index], layout.weights, strict=True):
-                fill(name, span.view(block))
+            for span in layout.weights:
+                fill(f"{prefix}.{span.name}", span.view(block))
             advance(1)
     _move_buffers(model, set(on_host), accelerator)
     limit = free_host_bytes() if host_bytes is None else host_bytes
-    stream, host = _stream(layers, plan.streamed, checkpoint, model, accelerator, advance, limit)
+    moved = {index: (layers[index], layouts[index], _reader(checkpoint, prefixes[index])) for index in plan.streamed}
+    stream, host = _stream(moved, accelerator, advance, limit)
     offload = Offload(accelerator, stream, host)
     if on_host:
         name = next(name for name, where in places.items() if (embedding, "weight") in where)
@@ -241,15 +243,6 @@ def _places(model: PreTrainedModel) -> dict[str, _Places]:
         path, _, attribute = name.rpartition(".")
         places.setdefault(first.setdefault(id(parameter), name), []).append((model.get_submodule(path), attribute))
     return places
-
-
-def _parameter_names(model: PreTrainedModel, layer: nn.Module) -> list[str]:
-    prefix = _name_of(layer, model)
-    return [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
-
-
-def _name_of(layer: nn.Module, model: PreTrainedModel) -> str:
-    return next(name for name, module in model.named_modules() if module is layer)
 
 
 def _matching(folder: Path, model: PreTrainedModel, load_whole: Callable[[], Checkpoint]) -> Checkpoint:
@@ -281,34 +274,33 @@ def _move_buffers(model: PreTrainedModel, kept: set[nn.Module], accelerator: Acc
 
 
 def _stream(
-    layers: Any,
-    streamed: tuple[int, ...],
-    checkpoint: Checkpoint,
-    model: PreTrainedModel,
+    moved: Mapping[int, tuple[nn.Module, LayerLayout, ReadWeight]],
     accelerator: Accelerator,
     advance: Callable[[int], None],
     free_bytes: int,
 ) -> tuple[WeightStream | None, HostWeights | None]:
-    if not streamed:
+    """The streamed layers, in host memory or in their files, and what streams them; None without any.
+
+    Args:
+        moved: by number in the model: layer, layout, and what reads a weight of it.
+    """
+    if not moved:
         return None, None
-    layouts = []
-    for index in streamed:
-        layouts.append((_name_of(layers[index], model), LayerLayout.of_module(layers[index])))
-    slot_bytes = max(layout.nbytes for _, layout in layouts)
+    slot_bytes = max(layout.nbytes for _, layout, _ in moved.values())
     slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=accelerator.device) for _ in range(NUM_SLOTS)]
     with accelerator.host():
         host = hold(
-            [(layout, _reader(checkpoint, prefix)) for prefix, layout in layouts],
+            [(layout, read) for _, layout, read in moved.values()],
             pinned=accelerator.device.type == "cuda",
             free_bytes=free_bytes,
             advance=advance,
         )
-    streamed_layers = {
-        index: StreamedLayer.of(layers[index], layout, held, slots)
-        for index, (_, layout), held in zip(streamed, layouts, host.layers, strict=True)
+    streamed = {
+        index: StreamedLayer.of(layer, layout, held, slots)
+        for (index, (layer, layout, _)), held in zip(moved.items(), host.layers, strict=True)
     }
-    return WeightStream(streamed_layers, slots, accelerator.link), host
+    return WeightStream(streamed, slots, accelerator.link), host
 
 
-def _reader(checkpoint: Checkpoint, prefix: str) -> Callable[[str, torch.Tensor], None]:
+def _reader(checkpoint: Checkpoint, prefix: str) -> ReadWeight:
     return lambda name, out: checkpoint.read(f"{prefix}.{name}", out)

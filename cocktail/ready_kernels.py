@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from cocktail.interruptible import interruptible
 from cocktail.kernels.compiled import NOT_INSTALLED, code_folder, load_compiled, warm_up, why_no_cpu_kernels
 from cocktail.report import Reporter
 from cocktail.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from cocktail.job import Job
+    from cocktail.model import LoadedModel
 
 
 def ready_kernels(
@@ -37,6 +43,13 @@ def ready_kernels(
         _compile(head_dim, group, dtype, reporter)
     with watch.measure("load"):
         warm_up(head_dim, group, dtype)
+
+
+def ready_job_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch) -> None:
+    """`ready_kernels` for a planned run."""
+    heads: int = job.reading.hf_config.num_attention_heads
+    group = heads // job.geometry.num_kv_heads
+    ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, watch)
 
 
 def _compile(head_dim: int, group: int, dtype: torch.dtype, reporter: Reporter) -> None:

@@ -42,7 +42,7 @@ from cocktail.model import load_model, resolve_device_dtype
 from cocktail.offload.residency import spread
 from cocktail.out_of_memory import is_out_of_memory
 from cocktail.reading import Reading
-from cocktail.ready_kernels import ready_kernels
+from cocktail.ready_kernels import ready_job_kernels
 from cocktail.report import Reporter, SilentReporter
 from cocktail.rope import fix_rope
 from cocktail.stopwatch import Stopwatch
@@ -179,8 +179,7 @@ def _measure_decoding(
     loaded = load_model(result.model, reading.hf_config, reading.tokenizer, config, reporter, plan=plan)
     with closing(loaded):
         fix_rope(loaded.model, reading.hf_config, job.total_tokens)
-        group = reading.hf_config.num_attention_heads // job.geometry.num_kv_heads
-        ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, Stopwatch())
+        ready_job_kernels(job, loaded, reporter, Stopwatch())
         cache = MixedKVCache(job.geometry, job.layout, reading.tail_capacity, loaded.dtype, loaded.device)
         hosted = HostedModel(loaded, cache, result.rows)
         with reporter.stage("prefill"):

@@ -197,6 +197,10 @@ def spread(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(int((2 * index + 1) * num_layers / (2 * count)) for index in range(count))
 
 
+# Longest segments, everything on the device.
+_FIRST_PLACEMENT = (SEGMENT_TOKENS[0], False, False)
+
+
 def _placements(size: ModelSize) -> Iterator[tuple[int, bool, bool]]:
     """(segment tokens, embedding on the host, hidden states on the host), all that there are."""
     for hidden_on_host in (False, True):
@@ -231,6 +235,8 @@ def _fitting(
             streamed = spread(num_layers, count)
             if _estimate(size, workload, kv, draft, streamed, *placement).peak_bytes <= budget_bytes:
                 yield _plan(size, workload, kv, budget_bytes, speed, draft, streamed, placement)
+                if count == 0 and placement == _FIRST_PLACEMENT:
+                    return  # nothing is moved and segments are longest; what comes later is no faster
                 break
 
 
