@@ -351,9 +351,12 @@ def _causal_attention(
     own, own_lse = attend(query, key[:, :, start:], value[:, :, start:], 0.0, True, scale=scaling)
     if not start:
         return own
-    past, past_lse = attend(query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scaling)
-    share = torch.sigmoid(past_lse - own_lse).unsqueeze(-1).to(query.dtype)
-    return torch.lerp(own, past, share)
+    # All rows see all of the past, so the heads of a group are rows of one product.
+    kv_heads, group, rows, head_dim = query.shape
+    together = query.reshape(kv_heads, 1, group * rows, head_dim)
+    past, past_lse = attend(together, key[:, :1, :start], value[:, :1, :start], 0.0, False, scale=scaling)
+    share = torch.sigmoid(past_lse.view(own_lse.shape) - own_lse).unsqueeze(-1).to(query.dtype)
+    return torch.lerp(own, past.view(own.shape), share)
 
 
 @dataclass(frozen=True)

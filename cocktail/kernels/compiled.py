@@ -121,6 +121,7 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
         group: query heads of a KV head.
         dtype: the run's.
     """
+    from cocktail.kernels.many_rows_cpu import MANY_ROWS
     from cocktail.kernels.mixed_attention import mixed_attention
     from cocktail.kernels.quantize_pack import quantize_pack
 
@@ -129,7 +130,7 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
         quantize_pack(key, value, torch.arange(2), bits, bits, value_group_size(head_dim))
         for bits in (2, 4, UNQUANTIZED)
     ]
-    for rows in (1, 2):
+    for rows in (1, 2, MANY_ROWS[dtype]):
         query = key.new_zeros((group, rows, head_dim))
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     if dtype.itemsize == 2:

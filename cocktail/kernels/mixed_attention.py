@@ -74,7 +74,10 @@ def mixed_attention(
 
         return mixed_attention_triton(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
     if query.device.type == "cpu" and cpu_kernels():
+        from cocktail.kernels.many_rows_cpu import MANY_ROWS, many_rows_cpu
         from cocktail.kernels.mixed_attention_cpu import mixed_attention_cpu
 
+        if num_heads // num_kv_heads * rows >= MANY_ROWS[query.dtype]:
+            return many_rows_cpu(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
         return mixed_attention_cpu(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
     return mixed_attention_ref(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
