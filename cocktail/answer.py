@@ -65,13 +65,36 @@ class PlanStats:
 
 @dataclass(frozen=True)
 class SpeculationStats:
+    """What drafting did for an answer; `mode` is "off", "self", "ngram" or "model".
+
+    A round verifies a tree: `drafted` tokens were verified, `accepted` of them stand, `acceptance_rate` is accepted
+    levels of verified ones and `mean_acceptance_length` the tokens of a round. `lengths` counts rounds by them;
+    `by_depth` and `by_source` hold [verified, accepted]. `plain_rounds` are passes without a draft, `block_efficiency`
+    the tokens of a pass, and `memory_bound_speedup` is t r / (d + r) (see `SpeculationCounts`). Seconds: `copy_seconds`
+    is what the model waited for streamed weights, `wasted_seconds` what rounds took beyond plain decoding of theirs.
+    """
+
     mode: str = "off"
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     mean_acceptance_length: float | None = None
     acceptance_rate: float | None = None
-    why_off: str | None = "this version decodes one token at a time"
+    why_off: str | None = None
+    plain_rounds: int = 0
+    mean_depth: float | None = None
+    lengths: dict[str, int] = field(default_factory=dict)
+    by_depth: dict[str, list[int]] = field(default_factory=dict)
+    by_source: dict[str, list[int]] = field(default_factory=dict)
+    block_efficiency: float | None = None
+    memory_bound_speedup: float | None = None
+    draft_steps: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    copy_seconds: float | None = None
+    wasted_seconds: float = 0.0
+    paused: str | None = None
 
 
 @dataclass(frozen=True)

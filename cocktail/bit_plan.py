@@ -31,6 +31,11 @@ class BitPlan:
         row = index if len(self.k_bits) > 1 else 0
         return self.k_bits[row], self.v_bits[row]
 
+    @property
+    def unquantized(self) -> np.ndarray:
+        """The chunks whose keys and values are unquantized in every layer, ascending."""
+        return np.flatnonzero((self.k_bits == FULL).all(axis=0) & (self.v_bits == FULL).all(axis=0))
+
     def precision(self, chunk: int) -> str:
         """The label of the precision that holds a chunk's keys in the first layer."""
         return LABELS[int(self.k_bits[0, chunk])]

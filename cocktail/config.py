@@ -12,6 +12,10 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
 UNIFORM_POLICIES = ("fp16", "int8", "int4", "int2")  # every chunk alike, so no thresholds
 KV_POLICIES = ("cocktail", "cocktail-paper", *UNIFORM_POLICIES)
+DRAFTS = ("auto", "self", "ngram", "off")
+DRAFT_BITS = ("4", "3", "2", "nf4")
+VERIFIERS = ("match", "rejection")
+REJECTION_STEPS = 6  # tokens of a chain that rejection sampling verifies
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SCORER = "minilm"
 
@@ -39,8 +43,18 @@ class Config:
     beta: float = 0.1
     kv: str = "cocktail"
     restate: int = 3  # passages repeated between document and question
+    draft: str = "auto"
+    draft_bits: str = "4"  # of the substitutes of streamed layers
+    draft_max: int = 64  # tokens that a draft's tree holds at most
+    draft_model: str | None = None  # a folder or name of a smaller model with the same tokenizer
+    verify: str = "match"
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that are drafted at a time, at most."""
+        return 0 if self.draft == "off" or self.max_tokens < 3 else self.draft_max
 
     def __post_init__(self) -> None:
         def check(ok: bool, flag: str, value: object, need: str) -> None:
@@ -55,6 +69,15 @@ class Config:
         check(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
         check(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
         check(0 <= self.restate <= 10, "--restate", self.restate, "from 0 (off) to 10 passages")
+        check(self.draft in DRAFTS, "--draft", self.draft, "one of " + ", ".join(DRAFTS))
+        check(self.draft_bits in DRAFT_BITS, "--draft-bits", self.draft_bits, "one of " + ", ".join(DRAFT_BITS))
+        check(1 <= self.draft_max <= 256, "--draft-max", self.draft_max, "from 1 to 256 tokens")
+        if self.draft_model is not None and self.draft != "auto":
+            raise UsageError(
+                f"--draft-model names a model that drafts, and --draft is {self.draft}.",
+                "Leave one of them out; with --draft-model n-grams join in by themselves.",
+            )
+        check(self.verify in VERIFIERS, "--verify", self.verify, "one of " + ", ".join(VERIFIERS))
         check(8 <= self.chunk_size <= 256, "--chunk-size", self.chunk_size, "from 8 to 256 tokens")
         check(0 <= self.alpha <= 1, "--alpha", self.alpha, "from 0 to 1")
         check(0 <= self.beta <= 1, "--beta", self.beta, "from 0 to 1")

@@ -1,4 +1,4 @@
-"""How a 16-bit model's decode steps run on a CPU: linear layers, and whole decoder layers, in compiled code.
+"""How a 16-bit model's decode and draft steps run on a CPU: linear layers, and whole decoder layers, in compiled code.
 
 Layers stay as they are for any other pass. A decoder layer is recognised by its parts, and at its first decode step it
 runs both ways: only if the compiled code gives what the layer gives is it used from then on. So a family whose layers
@@ -8,9 +8,9 @@ have the same parts and compute something else (no rotation, other scales) is le
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -19,7 +19,12 @@ from transformers import PreTrainedModel
 from cocktail.kernels.compiled import cpu_kernels
 from cocktail.kernels.dense_linear import dense_linear
 from cocktail.kernels.layer_weights import LayerWeights
+from cocktail.kernels.low_bit_weight import LowBitWeight
 from cocktail.kv_cache import MixedKVCache, TailView
+from cocktail.substitute import LowBitLinear
+
+if TYPE_CHECKING:
+    from cocktail.kernels.draft_layer_cpu import DraftLayer
 
 # The parts of a decoder layer that the compiled code computes; q_norm and k_norm may be missing.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -27,6 +32,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _POSITIONS = {"position_ids", "cache_position"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Rows of a draft step that are compiled.
+DRAFT_ROWS = (1, 2, 4, 8)
 # Places of a layer's weights that are remembered.
 _MAX_PLACES = 8
 # How far a compiled layer may be from the layer, whose sums have another order and are rounded to the dtype: a share of
@@ -52,6 +59,15 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
             layer.forward = _CompiledStep(layer)
 
 
+def use_cpu_kernels_in_drafts(substitutes: Iterable[torch.nn.Module]) -> None:
+    """Hands the draft steps of substitute layers on a CPU to the kernels; without numba nothing changes."""
+    if not cpu_kernels():
+        return
+    for layer in substitutes:
+        if layer_weights(layer) is not None:
+            layer.forward = _CompiledStep(layer)
+
+
 def compiled_layers(model: PreTrainedModel) -> tuple[int, int]:
     """How many decoder layers have run compiled steps, and of how many."""
     layers: Any = model.get_decoder().layers
@@ -64,48 +80,51 @@ def _linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _CompiledStep:
-    """A decoder layer's forward: compiled for one row at the tail, the layer's own otherwise.
+    """A decoder layer's forward: compiled for one row at the tail, or a few of a draft, the layer's own otherwise.
 
-    `agrees` is None until the first such row has run both ways, and again when the layer's parts have changed.
+    `agrees` is None until the first such pass has run both ways, and again when the layer's parts have changed.
     """
 
     def __init__(self, layer: Any) -> None:
         self._own: Callable[..., Any] = layer.forward
         self._layer = layer
         self._parts = _parts(layer)
-        self._found: dict[tuple[Any, ...], LayerWeights | None] = {}
+        self._drafts = isinstance(layer.mlp.down_proj, LowBitLinear)
+        self._rows = DRAFT_ROWS if self._drafts else (1,)
+        self._found: dict[tuple[Any, ...], LayerWeights[torch.Tensor] | DraftLayer | None] = {}
         self.agrees: bool | None = None
         self._gives_tuple = False
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        view = self._view(hidden_states, kwargs)
+        rows = hidden_states.numel() // hidden_states.shape[-1]
+        view = self._view(hidden_states, rows, kwargs)
         weights = None if view is None else self._weights(hidden_states)
         if view is None or weights is None or self.agrees is False:
             return self._own(hidden_states, *args, **kwargs)
-        output = self._step(weights, hidden_states, view, kwargs["position_embeddings"])
+        slots = [tensor[:, view.stop - rows : view.stop] for tensor in (view.layer.key, view.layer.value)]
+        output = self._step(weights, hidden_states, view, slots, kwargs["position_embeddings"])
         if self.agrees is None:
-            # Both ways write the same slot, so what it holds is compared too: a difference in rotation shows there.
-            held = [tensor[:, view.stop - 1] for tensor in (view.layer.key, view.layer.value)]
-            written = [row.clone() for row in held]
+            # Both ways write the same slots, so what they hold is compared too: a difference in rotation shows there.
+            written = [slot.clone() for slot in slots]
             expected = self._own(hidden_states, *args, **kwargs)
             self._gives_tuple = isinstance(expected, tuple)
             wanted = expected[0] if self._gives_tuple else expected
-            rows_agree = all(_agree(ours, own, own) for ours, own in zip(written, held, strict=True))
+            rows_agree = all(_agree(ours, own, own) for ours, own in zip(written, slots, strict=True))
             self.agrees = rows_agree and _agree(output - hidden_states, wanted - hidden_states, wanted)
             return expected
         return (output,) if self._gives_tuple else output
 
-    def _view(self, x: torch.Tensor, kwargs: dict[str, Any]) -> TailView | None:
-        """What the row attends to, or None for a pass that is not one row at the tail as the compiled code takes it."""
+    def _view(self, x: torch.Tensor, rows: int, kwargs: dict[str, Any]) -> TailView | None:
+        """What the rows attend to, or None for a pass that is not one at the tail as the compiled code takes it."""
         cache, rotary = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("position_embeddings")
-        if x.numel() != x.shape[-1] or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
+        if rows not in self._rows or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
             return None
-        is_whole = rotary[0].numel() == self._layer.self_attn.head_dim
+        is_whole = rotary[0].numel() == rows * self._layer.self_attn.head_dim
         if not is_whole or rotary[0].dtype != x.dtype or x.is_cuda or x.itemsize != 2:
             return None
-        return cache.tail_row(self._layer.self_attn.layer_idx)
+        return cache.tail_view(self._layer.self_attn.layer_idx, rows)
 
-    def _weights(self, x: torch.Tensor) -> LayerWeights | None:
+    def _weights(self, x: torch.Tensor) -> LayerWeights[torch.Tensor] | DraftLayer | None:
         """The layer's weights where they are now, or None if only the layer itself does what is asked of it.
 
         Compiled code calls no module: one that was replaced, wrapped or hooked, dropout and gradients are the layer's.
@@ -128,25 +147,45 @@ class _CompiledStep:
                     if differentiable and tensor.requires_grad:
                         return None
                     places += tensor.data_ptr(), tensor.dtype, tensor.is_contiguous()
+            if isinstance(module, LowBitLinear):
+                # What was found for it holds it, so that no other can have its identity.
+                places.append(id(module.low_bit))
         key = tuple(places)
         if key not in self._found:
             # Weights that are streamed come to a few places in turn.
             if len(self._found) == _MAX_PLACES:
                 self._found.clear()
-            weights = layer_weights(self._layer)
-            self._found[key] = weights if weights is None or weights.down.dtype == x.dtype else None
+            self._found[key] = self._find(x.dtype)
         return self._found[key]
 
+    def _find(self, dtype: torch.dtype) -> LayerWeights[torch.Tensor] | DraftLayer | None:
+        weights = layer_weights(self._layer)
+        if weights is None or weights.norm[0].dtype != dtype:
+            return None
+        if not self._drafts:
+            return weights
+        from cocktail.kernels.draft_layer_cpu import DraftLayer
+
+        return DraftLayer(weights)
+
     def _step(
-        self, weights: LayerWeights, x: torch.Tensor, view: TailView, rotary: tuple[torch.Tensor, torch.Tensor]
+        self,
+        weights: LayerWeights[torch.Tensor] | DraftLayer,
+        x: torch.Tensor,
+        view: TailView,
+        slots: Sequence[torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        """The layer's output; keys and values go to their slots, [num_kv_heads, rows, head_dim]."""
+        cos, sin = (table.contiguous() for table in rotary)
+        scaling = self._layer.self_attn.scaling
+        if not isinstance(weights, LayerWeights):
+            query = weights.project(x, cos, sin, *slots)
+            return weights.finish(x, view.attend(query, scaling).transpose(0, 1).contiguous())
         from cocktail.kernels.decoder_layer_cpu import finish, project
 
-        cos, sin = (table.contiguous() for table in rotary)
-        layer, slot = view.layer, view.stop - 1
-        query = project(weights, x, cos, sin, layer.key[:, slot], layer.value[:, slot])
-        attended = view.attend(query, self._layer.self_attn.scaling)
-        return finish(weights, x, attended.contiguous())
+        query = project(weights, x, cos, sin, *(slot[:, 0] for slot in slots))
+        return finish(weights, x, view.attend(query, scaling).contiguous())
 
 
 def _parts(layer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -169,8 +208,8 @@ def _agree(output: torch.Tensor, expected: torch.Tensor, stored: torch.Tensor) -
     return bool(close.float().mean() >= 1 - _ODD_VALUES)
 
 
-def layer_weights(layer: Any) -> LayerWeights | None:
-    """A decoder layer's weights, or None for one of other parts."""
+def layer_weights(layer: Any) -> LayerWeights[Any] | None:
+    """A decoder layer's weights, 16-bit or low-bit, or None for one of other parts."""
     parts: dict[str, Any] = dict(layer.named_children())
     if set(parts) != _LAYER or _knows_positions(layer):
         return None
@@ -188,7 +227,7 @@ def layer_weights(layer: Any) -> LayerWeights | None:
         return None
     if not torch.allclose(mlp["act_fn"](x := torch.linspace(-8, 8, 33)), torch.nn.functional.silu(x)):
         return None
-    k, o, q, v = ((linear.weight, linear.bias) for linear in linears[:4])
+    k, o, q, v, gate, up, down = ((_matrix(linear), linear.bias) for linear in linears)
     norm, mlp_norm, *head_norms = ((norm.weight, _eps(norm) or 0.0) for norm in norms)
     q_norm, k_norm = head_norms or (None, None)
     return LayerWeights(
@@ -200,11 +239,11 @@ def layer_weights(layer: Any) -> LayerWeights | None:
         q_norm=q_norm,
         k_norm=k_norm,
         mlp_norm=mlp_norm,
-        gate=linears[4].weight,
-        up=linears[5].weight,
-        down=linears[6].weight,
-        num_heads=q[0].shape[0] // head_dim,
-        num_kv_heads=k[0].shape[0] // head_dim,
+        gate=gate[0],
+        up=up[0],
+        down=down[0],
+        num_heads=linears[2].out_features // head_dim,
+        num_kv_heads=linears[0].out_features // head_dim,
         head_dim=head_dim,
     )
 
@@ -216,17 +255,27 @@ def _knows_positions(layer: Any) -> bool:
 
 
 def _are_plain(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
-    """Whether these are linear layers and RMS norms of one dtype, contiguous."""
-    if not all(type(linear) is torch.nn.Linear for linear in linears):
+    """Whether norms and biases are of one dtype, contiguous, and matrices are so too, or all of equally few bits."""
+    is_dense = all(type(linear) is torch.nn.Linear for linear in linears)
+    if not is_dense and not all(type(linear) is LowBitLinear for linear in linears):
         return False
     if not all(type(norm).__name__.endswith("RMSNorm") and _eps(norm) is not None for norm in norms):
         return False
-    tensors = [*(linear.weight for linear in linears), *(getattr(norm, "weight", None) for norm in norms)]
+    tensors = [getattr(norm, "weight", None) for norm in norms]
     tensors += [linear.bias for linear in linears if linear.bias is not None]
+    matrices = [_matrix(linear) for linear in linears]
+    if is_dense:
+        tensors += matrices
+    elif not all(isinstance(matrix, LowBitWeight) and matrix.bits == matrices[0].bits for matrix in matrices):
+        return False
+    dtype = getattr(tensors[0], "dtype", None)
     return all(
-        isinstance(tensor, torch.Tensor) and tensor.is_contiguous() and tensor.dtype == linears[0].weight.dtype
-        for tensor in tensors
+        isinstance(tensor, torch.Tensor) and tensor.is_contiguous() and tensor.dtype == dtype for tensor in tensors
     )
+
+
+def _matrix(linear: Any) -> Any:
+    return linear.low_bit if isinstance(linear, LowBitLinear) else linear.weight
 
 
 def _eps(norm: Any) -> float | None:

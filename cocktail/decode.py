@@ -1,7 +1,8 @@
-"""Plain decoding: one token, one forward pass."""
+"""Decoding: from the logits of the last prompt position to text, one token after the other or in speculative rounds."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from cocktail.decode_step import DecodeStep
 from cocktail.interrupts import check_interrupt
 from cocktail.kv_cache import MixedKVCache
 from cocktail.sampling import Sampler
+from cocktail.speculate import Speculator
 from cocktail.text_stream import Detokenizer, ReasoningSplitter, StopMatcher
 
 
@@ -40,6 +42,7 @@ def generate(
     max_tokens: int,
     in_reasoning: bool = False,
     why_eager: str | None = None,
+    speculator: Speculator | None = None,
     on_text: Callable[[str], None] = lambda piece: None,
     on_reasoning: Callable[[str], None] = lambda piece: None,
     on_token: Callable[[], None] = lambda: None,
@@ -54,11 +57,14 @@ def generate(
         max_tokens: tokens to generate at most; the cache's tail must have that many free slots.
         in_reasoning: True if the prompt opened a reasoning block.
         why_eager: see `DecodeStep`.
+        speculator: emits several tokens at a time, the same ones; its step is used. The tail then also needs a slot for
+            every drafted node that is not committed. What it committed beyond the end is removed again.
         on_text: receives answer text as it comes, whole characters only.
         on_reasoning: receives text between reasoning marks.
         on_token: called after every token.
     """
-    result, step = Generation(), DecodeStep(model, cache, why_eager)
+    result = Generation()
+    step = DecodeStep(model, cache, why_eager) if speculator is None else speculator.step
     if max_tokens > 1:
         step.prepare()
     detokenizer, matcher = Detokenizer(tokenizer), StopMatcher(stop)
@@ -74,24 +80,33 @@ def generate(
         on_reasoning(piece)
 
     splitter = ReasoningSplitter(answer, reason, inside=in_reasoning)
+    first, pending = cache.tail_len, deque[int]()
     try:
+        pending.append(sampler.draw(logits, cache.get_seq_length()))
         while True:
-            token_id = sampler.draw(logits, cache.get_seq_length())
+            token_id = pending.popleft()
             result.token_ids.append(token_id)
+            is_last = token_id in eos_token_ids
+            if not is_last:
+                splitter.feed(matcher.feed(detokenizer.feed(token_id)))
             on_token()
-            if token_id in eos_token_ids:
-                result.finish_reason = "stop"
-                break
-            splitter.feed(matcher.feed(detokenizer.feed(token_id)))
-            if matcher.stopped:
+            if is_last or matcher.stopped:
                 result.finish_reason = "stop"
                 break
             if len(result.token_ids) == max_tokens:
                 break
             check_interrupt()
-            logits = step(torch.tensor([token_id], device=cache.device))
+            if pending:
+                continue
+            if speculator is not None:
+                pending.extend(speculator.advance(token_id, max_tokens - len(result.token_ids)))
+            else:
+                logits = step(torch.tensor([token_id], device=cache.device))
+                pending.append(sampler.draw(logits, cache.get_seq_length()))
     except KeyboardInterrupt:
         result.finish_reason = "interrupted"
+    # Every token but the last is in the cache; a round may have committed more.
+    cache.trim(max(0, cache.tail_len - first - max(0, len(result.token_ids) - 1)))
     splitter.feed(matcher.flush())
     splitter.flush()
     result.steps = step.describe()

@@ -29,16 +29,19 @@ from cocktail.offloaded_model import Offload, empty_model
 from cocktail.prefill import prefill, spans
 from cocktail.rope import fix_rope
 from cocktail.sampling import DRAW_BYTES
+from cocktail.substitute import why_no_substitutes
 
 # Numbers that are not worth counting: positions, tables of addresses, lengths.
 _SMALL_BYTES = 8192
 # Parts that attention of many rows on a card cuts a context into; each leaves an output in float32.
 _PARTS = 4
+# Hidden states of a tree's rows that are held while their logits are computed.
+_HIDDEN_STATES = 8
 _META = torch.device("meta")
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:
-    """Bytes of a model's weights, tied ones once, those of a layer as they lie in one block."""
+    """Bytes of a model's weights, tied ones once, a layer's matrices as they lie in one block."""
     hf_config, dtype = model.config, model.dtype
     decoder: Any = model.get_decoder()
     layers = tuple(LayerLayout.of_module(layer).nbytes for layer in decoder.layers)
@@ -48,7 +51,7 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     total = sum(parameter.nbytes for parameter in model.parameters())
     embedding_bytes = 0 if is_tied else embedding.weight.nbytes
     head_bytes = sum(p.nbytes for p in head.parameters()) if head is not None else 0
-    in_layers = sum(parameter.nbytes for parameter in decoder.layers.parameters())
+    in_layers = sum(parameter.nbytes for parameter in decoder.layers.parameters() if parameter.dim() >= 2)
     rest = total - in_layers - embedding_bytes - head_bytes
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return ModelSize(
@@ -71,7 +74,7 @@ class DryRun:
         dtype: the run's dtype.
         on_card: whether the device is a card: plainly causal attention takes a mask there.
 
-    `size` tells the model's weights.
+    `size` tells the model's weights, `why_no_substitutes` why its layers cannot be drafted with at fewer bits.
     """
 
     def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype, on_card: bool) -> None:
@@ -80,6 +83,7 @@ class DryRun:
         with _META:
             self._model: PreTrainedModel = empty_model(hf_config, dtype, "cocktail")
         self.size = model_size(self._model)
+        self.why_no_substitutes = why_no_substitutes(self._model, range(len(self.size.layers)))
         # Without a device the product of grouped experts takes nothing else.
         self._counted = torch.bfloat16 if _groups_experts(self._model) else dtype
         if self._counted != dtype:
@@ -88,9 +92,19 @@ class DryRun:
         self._short = _keep_few_layers(self._model)
 
     def activations(
-        self, layout: ContextLayout, suffix_tokens: int, tail_capacity: int, segment_tokens: int, hidden_on_host: bool
+        self,
+        layout: ContextLayout,
+        suffix_tokens: int,
+        tail_capacity: int,
+        drafted_tokens: int,
+        segment_tokens: int,
+        hidden_on_host: bool,
     ) -> Activations:
-        """What a prefill of a context and a suffix takes, and the first token after it."""
+        """What a prefill of a context and a suffix takes, and the tokens after it.
+
+        Args:
+            drafted_tokens: tokens that a verification holds beside the last one; 0 without a draft.
+        """
         total_tokens = layout.context_len + tail_capacity
         geometry = KVGeometry.from_config(self._short, total_tokens)
         fix_rope(self._model, self._short, total_tokens)
@@ -98,7 +112,7 @@ class DryRun:
         ledger = Ledger()
         offload = Offload(Accelerator(_META, NoLink(), ledger), None, None)
         with offload.accelerator.active():
-            cache = MixedKVCache(geometry, layout, tail_capacity, self._counted, _META)
+            cache = MixedKVCache(geometry, layout, tail_capacity + drafted_tokens, self._counted, _META)
             cache.masks_causal = self._on_card
             with offload.accelerator.host(hidden_on_host):
                 lengths = (layout.context_len, suffix_tokens)
@@ -120,12 +134,14 @@ class DryRun:
         rows = 0 if hidden_on_host else layout.context_len + suffix_tokens
         hidden = rows * self._config.hidden_size * row
         rotary = 2 * rows * geometry.head_dim * row
-        sampling = self._config.vocab_size * (row + DRAW_BYTES)
+        sampling = self._config.vocab_size * ((1 + drafted_tokens) * row + DRAW_BYTES)
+        # Beside the logits of a tree: hidden states on their way through the last norm, and masks.
+        sampling += drafted_tokens * (_HIDDEN_STATES * self._config.hidden_size * row + 2 * tail_capacity)
         held = context + hidden + rotary
         workspace = max(total * row // counted, sampling) - held
         if self._on_card:
-            suffix_rows = min(suffix_tokens, segment_tokens)
-            workspace += _PARTS * suffix_rows * self._config.num_attention_heads * (geometry.head_dim + 1) * 4
+            many = max(min(suffix_tokens, segment_tokens), 1 + drafted_tokens)
+            workspace += _PARTS * many * self._config.num_attention_heads * (geometry.head_dim + 1) * 4
         return Activations(context, hidden, rotary, workspace + _SMALL_BYTES)
 
 

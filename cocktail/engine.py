@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -91,6 +91,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.note, self.text, self.reasoning = self.reporter.note, self.reporter.text, self.reporter.reasoning
+        self.status = self.reporter.status
 
     def stage(self, name: str, total: int | None = None, unit: str = "") -> StageContext:
         return self.reporter.stage(name, total, unit)
@@ -113,6 +114,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
     with watch.measure("parse"):
         document = request.read(recorder)
     with watch.measure("load"):
+        from cocktail.draft_model import load_draft_model
         from cocktail.job import plan_job
         from cocktail.model import load_model
         from cocktail.model_source import resolve_model
@@ -132,6 +134,7 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
                 host_bytes=job.stored_bytes,
             )
         with closing(loaded):
+            loaded = replace(loaded, draft_model=load_draft_model(job, loaded, config, recorder, watch))
             yield from _answers(request.questions, job, loaded, config, recorder, watch)
 
 
@@ -141,21 +144,25 @@ def _answers(
     from cocktail.ready_kernels import ready_job_kernels
 
     ready_job_kernels(job, loaded, recorder, watch)
+    draft_cache = _prefill_draft(job, loaded, 0, watch)
     cache, logits, stored = _prefill(job, loaded, config, recorder, watch)
     for index, question in enumerate(questions):
         if stored is not None and index > 0:
-            del cache, logits  # their memory is the next question's
+            del cache, logits, draft_cache  # their memory is the next question's
             watch = Stopwatch()
+            draft_cache = _prefill_draft(job, loaded, index, watch)
             cache, logits = _prefill_suffix(job, loaded, index, stored, watch)
         token_times: list[float] = []
         with watch.measure("decode"):
-            generation = _generate(job, loaded, cache, logits, config, recorder, token_times)
+            generation, speculation = _generate(
+                job, loaded, cache, draft_cache, logits, index, config, recorder, token_times
+            )
         warnings = list(recorder.warnings)
         if generation.finish_reason == "length":
             # This question's own; the recorder keeps what concerns them all.
             warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
             recorder.reporter.warn(warnings[-1])
-        yield _answer(job, loaded, index, question, generation, cache, token_times, warnings, watch)
+        yield _answer(job, loaded, index, question, generation, speculation, cache, token_times, warnings, watch)
         if generation.finish_reason == "interrupted":
             return
 
@@ -228,6 +235,16 @@ def _prefill(
     return cache, logits, stored
 
 
+def _prefill_draft(job: Job, loaded: LoadedModel, index: int, watch: Stopwatch) -> MixedKVCache | None:
+    """The context and suffix of a model of its own that drafts."""
+    from cocktail.draft_model import prefill_draft
+
+    with watch.measure("prefill"):
+        cache = prefill_draft(job, loaded, index)
+        _finish(loaded)
+    return cache
+
+
 def _prefill_suffix(
     job: Job, loaded: LoadedModel, index: int, stored: StoredContext, watch: Stopwatch
 ) -> tuple[MixedKVCache, torch.Tensor]:
@@ -249,23 +266,36 @@ def _prefill_suffix(
 def _empty_cache(job: Job, loaded: LoadedModel) -> MixedKVCache:
     from cocktail.kv_cache import MixedKVCache
 
-    return MixedKVCache(job.geometry, job.layout, job.reading.tail_capacity, loaded.dtype, loaded.device)
+    return MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
 
 
 def _generate(
     job: Job,
     loaded: LoadedModel,
     cache: MixedKVCache,
+    draft_cache: MixedKVCache | None,
     logits: torch.Tensor,
+    index: int,
     config: Config,
     reporter: Reporter,
     token_times: list[float],
-) -> Generation:
+) -> tuple[Generation, SpeculationStats]:
     from cocktail.decode import generate
+    from cocktail.drafting import make_speculator, speculation_stats
     from cocktail.sampling import Sampler
 
-    with loaded.active():
-        return generate(
+    speculator = make_speculator(job, loaded, cache, job.reading.suffixes[index], config, reporter.note, draft_cache)
+    stream = None if loaded.offload is None else loaded.offload.stream
+    waited = 0.0 if stream is None else stream.stats.waited_seconds
+
+    def count_token() -> None:
+        token_times.append(time.perf_counter())
+        if speculator is not None and speculator.counts.mean_acceptance_length is not None:
+            reporter.status(f"{speculator.counts.mean_acceptance_length:.1f} tokens a round")
+        advance(1)
+
+    with reporter.stage("decode", total=config.max_tokens, unit="tokens") as advance, loaded.active():
+        generation = generate(
             loaded.model,
             loaded.tokenizer,
             cache,
@@ -276,10 +306,13 @@ def _generate(
             max_tokens=config.max_tokens,
             in_reasoning=job.reading.prompt.opens_reasoning,
             why_eager=None if loaded.offload is None else loaded.offload.why_eager,
+            speculator=speculator,
             on_text=reporter.text,
             on_reasoning=reporter.reasoning,
-            on_token=lambda: token_times.append(time.perf_counter()),
+            on_token=count_token,
         )
+    copying = None if stream is None else stream.stats.waited_seconds - waited
+    return generation, speculation_stats(job, loaded, speculator, config, copying)
 
 
 def _answer(
@@ -288,6 +321,7 @@ def _answer(
     index: int,
     question: str,
     generation: Generation,
+    speculation: SpeculationStats,
     cache: MixedKVCache,
     token_times: list[float],
     warnings: list[str],
@@ -327,10 +361,10 @@ def _answer(
             measured_peak_bytes=_measured_peak(loaded),
             resident_layers=job.residency.resident_layers,
             offloaded_layers=len(job.residency.streamed),
-            substitute_bits=None,
+            substitute_bits=job.residency.draft.bits,
             emulated=loaded.offload is not None and loaded.offload.accelerator.is_emulated,
         ),
-        speculation=SpeculationStats(),
+        speculation=speculation,
         timings=Timings(
             **watch.seconds,
             ttft=token_times[0] - watch.started if token_times else None,

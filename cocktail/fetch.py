@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import filelock
-
 from cocktail.config import Config
 from cocktail.disk import check_space, map_disk_errors
 from cocktail.errors import ModelError
+from cocktail.exclusive import exclusive
 from cocktail.model_folder import check_files, installed, models_dir, sha256_of, verify, write_manifest
 from cocktail.offload.budget import format_bytes
 from cocktail.registry import RegistryEntry
 from cocktail.report import Reporter
 
-_LOCK_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
 _SPARE_BYTES = 64_000_000
 
@@ -103,7 +101,7 @@ def _install(
     work = root / f".partial-{folder.name}"
     with map_disk_errors(root):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _lock(root / f".{folder.name}.lock", name, reporter):
+        with exclusive(root / f".{folder.name}.lock", name, reporter):
             if (found := find()) is not None:
                 return found
             # Only a process that was killed leaves this: the lock is ours.
@@ -118,26 +116,6 @@ def _install(
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return folder
-
-
-@contextmanager
-def _lock(path: Path, name: str, reporter: Reporter) -> Iterator[None]:
-    lock = filelock.FileLock(path)
-    try:
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            reporter.note(f"Waiting for another process that is preparing {name}.")
-            lock.acquire(timeout=_LOCK_SECONDS)
-    except filelock.Timeout:
-        raise ModelError(
-            f"Another process has been preparing {name} for over {_LOCK_SECONDS / 60:.0f} minutes.",
-            "End it and run again.",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def refuse_offline(entry: RegistryEntry, why: str) -> ModelError:

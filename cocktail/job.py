@@ -12,6 +12,7 @@ from cocktail.bit_plan import BitPlan
 from cocktail.calibration import device_speed, link_rate
 from cocktail.config import Config
 from cocktail.context import ContextLayout, KVGeometry
+from cocktail.draft_model import DraftModel
 from cocktail.errors import BudgetError, UsageError
 from cocktail.model import loading, resolve_device_dtype
 from cocktail.model_folder import models_dir
@@ -20,7 +21,7 @@ from cocktail.offload.residency import ResidencyPlan
 from cocktail.offload.speed import UNKNOWN_SPEED, DeviceSpeed
 from cocktail.offloaded_model import free_host_bytes
 from cocktail.outlook import Outlook
-from cocktail.planner import Lengths
+from cocktail.planner import Lengths, draft_lengths
 from cocktail.reading import Reading
 from cocktail.report import Reporter
 
@@ -34,15 +35,30 @@ _HINT_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Job:
-    """At which precision a reading is held and where everything lives; `budget_bytes` is None if there is none."""
+    """At which precision a reading is held and where everything lives.
+
+    `budget_bytes` is None if there is none; `draft_model` is a model of its own that drafts.
+    """
 
     reading: Reading
     plans: tuple[BitPlan, ...]
     geometry: KVGeometry
-    layout: ContextLayout
+    lengths: Lengths
     residency: ResidencyPlan
     budget_bytes: int | None
     itemsize: int
+    why_no_self_draft: str | None = None
+    draft_model: DraftModel | None = None
+
+    @property
+    def layout(self) -> ContextLayout:
+        """How the context's tokens follow each other."""
+        return self.lengths.layout
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that are drafted at a time, at most."""
+        return self.residency.drafted_tokens
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -58,6 +74,11 @@ class Job:
     def total_tokens(self) -> int:
         """The longest that the sequence can become."""
         return self.layout.context_len + self.reading.tail_capacity
+
+    @property
+    def tail_capacity(self) -> int:
+        """Slots of the tail: suffix, answer and drafted tokens."""
+        return self.reading.tail_capacity + self.drafted_tokens
 
     @property
     def hidden_bytes(self) -> int:
@@ -97,7 +118,9 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
         suffix=max(map(len, reading.suffixes)),
         tail=reading.tail_capacity,
         chunk_size=config.chunk_size,
+        drafted=config.drafted_tokens,
     )
+    draft_model = reading.draft_model if lengths.drafted else None
     with loading(reading.folder, "configuration"):
         outlook = Outlook(
             reading.hf_config,
@@ -109,12 +132,25 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
             has_budget=budget_bytes is not None,
             # An accelerator's is kept in host memory.
             keeps_context=several and budget_bytes is None,
+            draft_config=None if draft_model is None else draft_model.hf_config,
         )
         speed = UNKNOWN_SPEED if budget_bytes is None else speed_of(device, dtype, config)
         # A few of the model's layers are run for it.
         residency = outlook.checked_plan(budget_bytes, limit_bytes, speed, reporter)
     plans = outlook.bits(residency.kv_policy)
-    job = Job(reading, plans, outlook.geometry, lengths.layout, residency, budget_bytes, dtype.itemsize)
+    if draft_model is not None:
+        draft_model.check_window(draft_lengths(lengths, plans))
+    job = Job(
+        reading,
+        plans,
+        outlook.geometry,
+        lengths,
+        residency,
+        budget_bytes,
+        dtype.itemsize,
+        outlook.why_no_self_draft,
+        draft_model,
+    )
     if job.stored_bytes > (free := free_host_bytes()):
         raise BudgetError(
             f"With several questions the document's unquantized KV is kept in host memory: "

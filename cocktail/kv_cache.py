@@ -135,6 +135,10 @@ class MixedKVCache(Cache):
             lens[window] = tail_len + min(window, self.layout.context_len)
         self._pass = DeviceTailPass(slots, lens, masks)
 
+    def end_pass(self) -> None:
+        """Frees the masks of the last pass; another one must begin before the next update."""
+        self._pass = None
+
     def _in_window(self, window: int, positions: torch.Tensor, stop: int, mask: torch.Tensor | None) -> torch.Tensor:
         """[rows, context kept + stop], bool: which tokens each row of a sliding-window layer sees."""
         kept = min(window, self.layout.context_len)
@@ -150,12 +154,12 @@ class MixedKVCache(Cache):
         view = self._pass.write(self.kv_layers[layer_idx], key_states[0], value_states[0])
         return view, view
 
-    def tail_row(self, layer_idx: int) -> TailView | None:
-        """The view of a pass of one row at the tail, whose last slot the caller writes; None for other passes."""
+    def tail_view(self, layer_idx: int, rows: int) -> TailView | None:
+        """The view of a pass of so many rows at the tail, whose last slots the caller writes; None for other passes."""
         current, layer = self._pass, self.kv_layers[layer_idx]
-        if not isinstance(current, TailPass) or current.rows != 1:
+        if not isinstance(current, TailPass) or current.rows != rows:
             return None
-        return TailView(layer, layer.context_kept + current.start + 1, current.masks[layer.window])
+        return TailView(layer, layer.context_kept + current.start + rows, current.masks[layer.window])
 
     def reserve(self, plan: BitPlan) -> SegmentArena:
         """Takes the memory of all layers' segments; done before anything else is held where the plan is known."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +33,7 @@ from cocktail.offload.residency import ResidencyPlan
 from cocktail.offloaded_model import Offload, free_host_bytes, load_offloaded
 from cocktail.out_of_memory import is_out_of_memory
 from cocktail.report import Reporter
+from cocktail.substitute_store import load_substitutes
 
 # What chat templates end a turn with; each counts only if the template uses it and the tokenizer holds it as special.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
@@ -50,7 +52,11 @@ _MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder ready to run; any id of `eos_token_ids` ends an answer; `offload` is None for a plain CPU run."""
+    """A decoder ready to run; any id of `eos_token_ids` ends an answer.
+
+    `offload` is None for a plain CPU run; `substitutes` draft in the place of streamed layers, by number; `draft_model`
+    is a model of its own that drafts.
+    """
 
     model: PreTrainedModel
     tokenizer: Any
@@ -59,6 +65,8 @@ class LoadedModel:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     offload: Offload | None = None
+    substitutes: Mapping[int, nn.Module] = field(default_factory=dict)
+    draft_model: PreTrainedModel | None = None
 
     def active(self) -> AbstractContextManager[None]:
         """Entered around each stage that makes tensors on the device."""
@@ -141,7 +149,7 @@ def load_model(
     total, unit = (hf_config.num_hidden_layers, "layers") if by_plan else (None, "")
     with reporter.stage("load", total, unit) as advance:
         if plan is None or not by_plan:
-            model = _load_weights(folder, hf_config, device, dtype, attn_implementation)
+            model = load_weights(folder, hf_config, device, dtype, attn_implementation)
         else:
             model, offload = _load_by_plan(
                 folder, hf_config, device, dtype, plan, config, reporter, host_bytes=host_bytes, advance=advance
@@ -150,6 +158,9 @@ def load_model(
             # Before the first kernel is imported, which then knows where its code is kept.
             keep_compiled_in(models_dir(config).parent / "kernels")
             use_cpu_kernels(model)
+    substitutes: Mapping[int, nn.Module] = {}
+    if plan is not None and offload is not None and plan.draft.form is not None:
+        substitutes = load_substitutes(folder, model, plan.streamed, plan.draft.weights, offload, config, reporter)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -158,6 +169,7 @@ def load_model(
         dtype=dtype,
         eos_token_ids=_eos_token_ids(tokenizer, hf_config, model.generation_config),
         offload=offload,
+        substitutes=substitutes,
     )
 
 
@@ -256,7 +268,7 @@ def _load_by_plan(
 
     def load_whole() -> Checkpoint:
         reporter.note("the weights are stored in another form; all of them pass through host memory")
-        whole = _load_weights(folder, hf_config, torch.device("cpu"), dtype, "eager")
+        whole = load_weights(folder, hf_config, torch.device("cpu"), dtype, "eager")
         return LoadedCheckpoint(dict(whole.named_parameters()))
 
     def loaded(layers: int) -> None:
@@ -289,9 +301,14 @@ def _load_by_plan(
     return model, offload
 
 
-def _load_weights(
+def load_weights(
     folder: ModelFolder, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
+    """The decoder with all its weights on a device, as transformers loads it.
+
+    Raises:
+        ModelError: The weights are damaged or incomplete, or have other shapes.
+    """
     with loading(folder, "weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder.path,

@@ -112,6 +112,11 @@ class Offload:
         """Why no CUDA graph of a decode step can be captured."""
         if self.stream is not None:
             return "weights are streamed"
+        return self.why_no_draft_graph
+
+    @property
+    def why_no_draft_graph(self) -> str | None:
+        """Why no CUDA graph of a draft step can be captured: it reads no weights that are streamed."""
         return "embeddings are looked up on the host" if self._looks_up else None
 
     @property

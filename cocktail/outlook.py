@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,16 @@ from cocktail.bit_plan import LABELS, BitPlan, plan_bits
 from cocktail.config import Config
 from cocktail.context import ContextLayout, segment_bytes
 from cocktail.offload.budget import format_bytes
-from cocktail.offload.residency import KvChoice, ResidencyPlan, plan_residency, smallest_estimate
+from cocktail.offload.residency import (
+    NO_DRAFT,
+    SELF_DRAFTS,
+    Draft,
+    KvChoice,
+    ResidencyPlan,
+    Workload,
+    plan_residency,
+    smallest_estimate,
+)
 from cocktail.offload.speed import DeviceSpeed
 from cocktail.planner import Lengths, Planner
 from cocktail.report import Reporter
@@ -45,6 +54,13 @@ class WhatIf:
     smallest_bytes: int | None
 
 
+def why_no_self_draft(config: Config) -> str | None:
+    """Why a run makes no substitutes, as far as its settings tell."""
+    if config.draft in ("off", "ngram"):
+        return f"--draft is {config.draft}"
+    return "--draft-model drafts" if config.draft_model else None
+
+
 class Outlook:
     """One run's lengths and precision, to be planned for any budget.
 
@@ -57,6 +73,7 @@ class Outlook:
         on_card: whether the device is a card.
         has_budget: whether its memory is its own, with a limit.
         keeps_context: whether all layers' unquantized context stays on the device, for more questions.
+        draft_config: of a model that drafts, or None.
 
     `policy` is what the KV cache is held at if it fits, and `bits` gives each question's plan by a policy.
     """
@@ -72,22 +89,55 @@ class Outlook:
         on_card: bool,
         has_budget: bool = True,
         keeps_context: bool = False,
+        draft_config: Any = None,
     ) -> None:
         @cache
         def bits(policy: str) -> tuple[BitPlan, ...]:
             return tuple(plan_bits(policy, row, config.alpha, config.beta) for row in scores)
 
         self.lengths, self.bits, self._itemsize = lengths, bits, dtype.itemsize
-        self.planner = Planner(hf_config, dtype, on_card=on_card, has_budget=has_budget, keeps_context=keeps_context)
+        self.planner = Planner(
+            hf_config,
+            dtype,
+            on_card=on_card,
+            has_budget=has_budget,
+            keeps_context=keeps_context,
+            draft_config=draft_config,
+        )
         self.geometry = self.planner.geometry(lengths)
         self.windowed = sum(window is not None for window in self.geometry.windows)
         self.policy = "fp16" if self.windowed == self.geometry.num_layers else config.kv
         self.kv = self._choices(self.policy, may_lower=has_budget)
         self.workload = self.planner.workload(lengths, self.kv)
+        # Where a budget has no room for drafted tokens either.
+        self._without_draft: Workload | None = None
+        if lengths.drafted and has_budget and not config.draft_model:
+            self.lengths = replace(lengths, drafted=0)
+            self._without_draft = self.planner.workload(self.lengths, self._choices(self.policy, may_lower=True))
+            self.lengths = lengths
+        self.why_no_self_draft = why_no_self_draft(config) or self.planner.why_no_substitutes
+        # In turns: a self-draft that was asked for is planned even where none is predicted to be faster.
+        self._drafts: tuple[tuple[Draft, ...], ...] = ((NO_DRAFT,),)
+        if not self.why_no_self_draft:
+            wanted = SELF_DRAFTS[config.draft_bits]
+            self._drafts = ((wanted,), (NO_DRAFT,)) if config.draft == "self" else ((NO_DRAFT, wanted),)
 
     def plan(self, budget_bytes: int | None, speed: DeviceSpeed) -> ResidencyPlan | None:
-        """The fastest plan within a budget, or None."""
-        return plan_residency(self.planner.size, self.workload, budget_bytes, speed)
+        """The fastest plan within a budget, or None.
+
+        A draft is given up before the KV cache is held at fewer bits: that would change the answer.
+        """
+        turns = [(self.workload, drafts) for drafts in self._drafts]
+        if self._without_draft is not None:
+            turns.append((self._without_draft, (NO_DRAFT,)))
+        plans = (
+            plan_residency(self.planner.size, replace(workload, kv=(choice,)), budget_bytes, speed, drafts)
+            for policy in dict.fromkeys(choice.policy for workload, _ in turns for choice in workload.kv)
+            for workload, drafts in turns
+            for choice in workload.kv
+            if choice.policy == policy
+        )
+        return next((plan for plan in plans if plan is not None), None)
 
     def checked_plan(
         self, budget_bytes: int | None, limit_bytes: int, speed: DeviceSpeed, reporter: Reporter

@@ -12,6 +12,7 @@ from cocktail.chunk import select_window, tokenize_document
 from cocktail.citation import QUOTE_CHARS
 from cocktail.config import UNIFORM_POLICIES, Config
 from cocktail.document import Document
+from cocktail.draft_model import DraftModel, find_draft_model
 from cocktail.engine import Request
 from cocktail.errors import UsageError
 from cocktail.model import context_window, load_config, load_tokenizer, loading
@@ -62,7 +63,7 @@ class Material:
     """A document as one model would read it.
 
     `scores` is [num_chunks], float32, and decides which chunk gets how many bits; `truncated_tokens` is what the
-    model's window has no room for; `assumed` says what was taken for granted.
+    model's window has no room for; `assumed` says what was taken for granted; `draft_model` is one that would draft.
     """
 
     document: PlannedDocument
@@ -72,6 +73,7 @@ class Material:
     scores: np.ndarray
     truncated_tokens: int
     assumed: str | None = None
+    draft_model: DraftModel | None = None
 
 
 def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material:
@@ -91,6 +93,7 @@ def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material
         check_supported(hf_config)
         window = context_window(hf_config)
     tokenizer = load_tokenizer(folder)
+    draft_model = find_draft_model(folder, hf_config, tokenizer, config, reporter)
     prompt = build_prompt(tokenizer)
     question = asked.questions[0] if asked.questions else _FILLER[:QUESTION_CHARS]
     passage = (_FILLER if document is None else document.text)[:QUOTE_CHARS]
@@ -108,10 +111,12 @@ def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material
             f"the document has {tokens:,} tokens and the model's window has room for {room:,}: {tokens - kept:,} "
             f"tokens would be left out."
         )
-    lengths = Lengths(len(prompt.prefix_ids), kept, suffix, suffix + config.max_tokens, config.chunk_size)
+    tail, drafted = suffix + config.max_tokens, config.drafted_tokens
+    lengths = Lengths(len(prompt.prefix_ids), kept, suffix, tail, config.chunk_size, drafted)
     scores = np.zeros(lengths.layout.num_chunks, dtype=np.float32)
     assumed = _assumed(config, has_question=bool(asked.questions))
-    return Material(_described(document, tokens), folder, hf_config, lengths, scores, tokens - kept, assumed)
+    described = _described(document, tokens)
+    return Material(described, folder, hf_config, lengths, scores, tokens - kept, assumed, draft_model)
 
 
 def _scored(document: Document, question: str, folder: ModelFolder, config: Config, reporter: Reporter) -> Material:
@@ -119,9 +124,12 @@ def _scored(document: Document, question: str, folder: ModelFolder, config: Conf
     reading = read_for_questions(document, [question], folder, config, reporter, Stopwatch())
     kept, left_out = len(reading.tokenized.token_ids), reading.truncated_tokens
     suffix = len(reading.suffixes[0])
-    lengths = Lengths(len(reading.prompt.prefix_ids), kept, suffix, reading.tail_capacity, config.chunk_size)
+    tail, drafted = reading.tail_capacity, config.drafted_tokens
+    lengths = Lengths(len(reading.prompt.prefix_ids), kept, suffix, tail, config.chunk_size, drafted)
     described = _described(document, kept + left_out)
-    return Material(described, folder, reading.hf_config, lengths, reading.scores[0], left_out)
+    return Material(
+        described, folder, reading.hf_config, lengths, reading.scores[0], left_out, draft_model=reading.draft_model
+    )
 
 
 def _described(document: Document | None, tokens: int) -> PlannedDocument:

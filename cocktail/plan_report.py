@@ -55,6 +55,7 @@ def report_plan(request: PlanRequest, config: Config, reporter: Reporter) -> Pla
             config,
             on_card=target.on_card,
             has_budget=has_budget,
+            draft_config=material.draft_model.hf_config if material.draft_model and material.lengths.drafted else None,
         )
         plan = None
         if target.budget_bytes is not None or not request.what_if:

@@ -13,9 +13,11 @@ import torch
 
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
+from cocktail.draft import FOLLOWED_ROWS, WIDTHS
 from cocktail.dry_run import DryRun
 from cocktail.errors import BudgetError
 from cocktail.offload.budget import (
+    ALLOCATION_STEP,
     ALLOCATOR_BYTES,
     CUDA_CONTEXT_BYTES,
     GRAPH_POOL_BYTES,
@@ -23,7 +25,8 @@ from cocktail.offload.budget import (
     MemoryEstimate,
     format_bytes,
 )
-from cocktail.offload.residency import KvChoice, Workload, smallest_estimate
+from cocktail.offload.residency import DraftModelNeeds, KvChoice, Workload, smallest_estimate
+from cocktail.sampling import DRAW_BYTES
 
 # What the KV cache is held at, best first, where nothing fits at the precision asked for.
 LOWER_KV = {
@@ -33,19 +36,22 @@ LOWER_KV = {
     "cocktail": ("int2",),
     "cocktail-paper": ("int2",),
 }
+# Rows of a segment while a model that drafts reads its short context.
+DRAFT_SEGMENT_TOKENS = 256
 # How closely the longest document that fits is told: to this part of the document's length.
 _LENGTH_STEPS = 100
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a run: template before the document, document, the longest suffix and the tail's slots."""
+    """Tokens of a run: template before the document, document, longest suffix, suffix and answer, drafted ones."""
 
     prefix: int
     document: int
     suffix: int
     tail: int
     chunk_size: int
+    drafted: int = 0
 
     @property
     def layout(self) -> ContextLayout:
@@ -58,6 +64,17 @@ class Lengths:
         return self.prefix + self.document + self.tail
 
 
+def draft_lengths(lengths: Lengths, bits: Sequence[BitPlan]) -> Lengths:
+    """Those of a model that drafts, for the question that leaves it most to read: no chunk that is quantized."""
+    chunks = max(len(plan.unquantized) for plan in bits)
+    return replace(lengths, document=chunks * lengths.chunk_size + lengths.layout.remainder_len)
+
+
+def draft_plan(layout: ContextLayout) -> BitPlan:
+    """The bits of a draft's own context: all of it is unquantized."""
+    return plan_bits("fp16", np.zeros(layout.num_chunks, dtype=np.float32), 0.0, 0.0)
+
+
 class Planner:
     """Workloads of one model on a device.
 
@@ -67,15 +84,27 @@ class Planner:
         on_card: whether it is a card, with a context, masks and graphs.
         has_budget: whether the device's memory is its own; else libraries' buffers count as well.
         keeps_context: whether all layers' unquantized context stays on the device, for more questions.
+        draft_config: of a model that drafts for it on the same device, or None.
     """
 
     def __init__(
-        self, hf_config: Any, dtype: torch.dtype, *, on_card: bool, has_budget: bool, keeps_context: bool = False
+        self,
+        hf_config: Any,
+        dtype: torch.dtype,
+        *,
+        on_card: bool,
+        has_budget: bool,
+        keeps_context: bool = False,
+        draft_config: Any = None,
     ) -> None:
         self._config, self._dtype = hf_config, dtype
         self._on_card, self._has_budget, self._keeps_context = on_card, has_budget, keeps_context
         self._dry_run = DryRun(hf_config, dtype, on_card)
         self.size = self._dry_run.size
+        self.why_no_substitutes = self._dry_run.why_no_substitutes
+        self._draft = None
+        if draft_config is not None:
+            self._draft = Planner(draft_config, dtype, on_card=on_card, has_budget=has_budget)
 
     def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
         """A run of some lengths, its KV cache held by the first choice that fits."""
@@ -83,7 +112,7 @@ class Planner:
         @cache
         def activations(segment_tokens: int, hidden_on_host: bool) -> Activations:
             found = self._dry_run.activations(
-                lengths.layout, lengths.suffix, lengths.tail, segment_tokens, hidden_on_host
+                lengths.layout, lengths.suffix, lengths.tail, lengths.drafted, segment_tokens, hidden_on_host
             )
             if self._has_budget:
                 return found
@@ -94,6 +123,7 @@ class Planner:
         vocab_bytes: int = self._config.vocab_size * self._dtype.itemsize
         context = 2 * lengths.layout.context_len * self.geometry(lengths).num_kv_heads * self.geometry(lengths).head_dim
         return Workload(
+            drafted_tokens=lengths.drafted,
             context_tokens=lengths.layout.context_len,
             activations=activations,
             kv=kv,
@@ -120,11 +150,38 @@ class Planner:
         geometry, layout = self.geometry(lengths), lengths.layout
         choices: list[KvChoice] = []
         for name in (policy, *(LOWER_KV.get(policy, ()) if may_lower else ())):
-            sizes = (reserved_bytes(geometry, layout, plan, lengths.tail, self._dtype.itemsize) for plan in plans(name))
-            choice = KvChoice(name, max(sizes))
+            bits = plans(name)
+            sizes = (
+                reserved_bytes(geometry, layout, plan, lengths.tail + lengths.drafted, self._dtype.itemsize)
+                for plan in bits
+            )
+            needs = DraftModelNeeds()
+            if self._draft is not None:
+                needs = self._draft.needs_as_draft(draft_lengths(lengths, bits), self._config.vocab_size)
+            choice = KvChoice(name, max(sizes), needs)
             if not choices or choice.nbytes < choices[-1].nbytes:
                 choices.append(choice)
         return tuple(choices)
+
+    def needs_as_draft(self, lengths: Lengths, target_vocab_size: int) -> DraftModelNeeds:
+        """What the model takes that drafts for another one, resident and with a KV cache of its own.
+
+        Args:
+            lengths: what `draft_lengths` returned.
+            target_vocab_size: of the other one, whose last logits are held meanwhile.
+        """
+        itemsize, vocab_size = self._dtype.itemsize, int(self._config.vocab_size)
+        [kv] = self.kv_choices(lengths, "fp16", lambda name: [draft_plan(lengths.layout)], may_lower=False)
+        # Later it takes in what was committed, so many tokens at a time.
+        rows = max(lengths.suffix, min(FOLLOWED_ROWS, lengths.tail))
+        reads = self.workload(replace(lengths, suffix=rows, drafted=0), [kv]).activations(DRAFT_SEGMENT_TOKENS, False)
+        # Logits of a step's rows in the run's dtype, then beside them float32 ones and their probabilities.
+        drafts = min(max(WIDTHS), 1 + lengths.drafted) * vocab_size * (itemsize + 8) + vocab_size * DRAW_BYTES
+        positions = 8 * (lengths.tail + lengths.drafted)
+        held = self.size.nbytes + kv.nbytes + positions
+        if self._on_card:
+            held += len(self.size.layers) * ALLOCATION_STEP + GRAPH_POOL_BYTES + 2 * sum(WIDTHS) * vocab_size * itemsize
+        return DraftModelNeeds(held, max(reads.nbytes, drafts) + target_vocab_size * itemsize)
 
     def refusal(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> BudgetError:
         """The error for a run of which nothing fits: what it needs, and how long a document would fit."""
@@ -138,14 +195,15 @@ class Planner:
             else "take a smaller model (-m): this one does not fit even with the shortest document"
         )
         limit = format_bytes(limit_bytes, math.floor)
+        drop = "" if self._draft is None else "leave out --draft-model, "
         if not self._has_budget:
             return BudgetError(
                 f"The run needs {needed} ({listed}); this machine has {limit} free.",
-                f"Close other programs, or {document}.",
+                f"Close other programs, {drop}or {document}.",
             )
         return BudgetError(
             f"The run needs at least {needed} ({listed}); the budget is {limit}.",
-            f"Give --vram {needed.replace(' ', '')} or more, or {document}.",
+            f"Give --vram {needed.replace(' ', '')} or more, {drop}or {document}.",
         )
 
     def _least(self, workload: Workload) -> MemoryEstimate:

@@ -13,6 +13,7 @@ from cocktail.chunk import TokenizedDocument, select_window, tokenize_document
 from cocktail.citation import best_quotes
 from cocktail.config import Config
 from cocktail.document import Document
+from cocktail.draft_model import DraftModel, find_draft_model
 from cocktail.errors import ModelError, UsageError
 from cocktail.model import context_window, load_config, load_tokenizer, loading
 from cocktail.model_folder import ModelFolder
@@ -28,7 +29,8 @@ class Reading:
 
     `tokenized` holds what fits the window and `truncated_tokens` says how much of the document does not; `scores` is
     [num_questions, num_chunks], float32, of the chunks kept; `suffixes` are each question's tokens after the document;
-    `tail_capacity` is the longest suffix and the longest answer together.
+    `tail_capacity` is the longest suffix and the longest answer together; `draft_model` is the model that drafts, if
+    one was asked for.
     """
 
     document: Document
@@ -41,6 +43,7 @@ class Reading:
     scores: np.ndarray
     suffixes: tuple[list[int], ...]
     tail_capacity: int
+    draft_model: DraftModel | None = None
 
 
 def read_for_questions(
@@ -64,6 +67,8 @@ def read_for_questions(
             window = context_window(hf_config)
         tokenizer = load_tokenizer(folder)
         prompt = build_prompt(tokenizer)
+        # Before anything that takes time: a model that cannot draft is an error of the command line.
+        draft_model = find_draft_model(folder, hf_config, tokenizer, config, reporter)
     with watch.measure("parse"):
         whole = tokenize_document(document, tokenizer, config.chunk_size, reporter)
     scores = _score(whole, questions, config, reporter, watch)
@@ -103,6 +108,7 @@ def read_for_questions(
         scores=scores,
         suffixes=tuple(suffixes),
         tail_capacity=tail_capacity,
+        draft_model=draft_model,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def ready_kernels(
-    head_dim: int, group: int, dtype: torch.dtype, device: torch.device, reporter: Reporter, watch: Stopwatch
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    reporter: Reporter,
+    watch: Stopwatch,
+    draft_bits: Sequence[int] = (),
 ) -> None:
     """Loads the kernels that a model needs, or compiles them the first time on a machine.
 
@@ -28,6 +35,7 @@ def ready_kernels(
         group: query heads of a KV head.
         dtype: the run's.
         device: the run's; nothing is done for a card.
+        draft_bits: of the matrices of substitute layers that draft.
     """
     if device.type != "cpu":
         return
@@ -38,21 +46,26 @@ def ready_kernels(
         return
     # numba and LLVM call back into Python where an interrupt would be lost.
     with watch.measure("load"):
-        loaded = interruptible(lambda: load_compiled(head_dim, group, dtype))
+        loaded = interruptible(lambda: load_compiled(head_dim, group, dtype, draft_bits))
     if not loaded:
-        _compile(head_dim, group, dtype, reporter)
+        _compile(head_dim, group, dtype, draft_bits, reporter)
     with watch.measure("load"):
-        warm_up(head_dim, group, dtype)
+        warm_up(head_dim, group, dtype, draft_bits)
 
 
-def ready_job_kernels(job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch) -> None:
-    """`ready_kernels` for a planned run."""
+def ready_job_kernels(
+    job: Job, loaded: LoadedModel, reporter: Reporter, watch: Stopwatch, draft_bits: Sequence[int] | None = None
+) -> None:
+    """`ready_kernels` for a planned run; `draft_bits` None: those of its plan."""
+    form = job.residency.draft.form
+    if draft_bits is None:
+        draft_bits = [] if form in (None, "nf4") else [int(form)]
     heads: int = job.reading.hf_config.num_attention_heads
     group = heads // job.geometry.num_kv_heads
-    ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, watch)
+    ready_kernels(job.geometry.head_dim, group, loaded.dtype, loaded.device, reporter, watch, draft_bits)
 
 
-def _compile(head_dim: int, group: int, dtype: torch.dtype, reporter: Reporter) -> None:
+def _compile(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[int], reporter: Reporter) -> None:
     folder = code_folder()
     if folder.damaged:
         reporter.note(f"compiled kernels in {folder.path} are damaged; they are compiled again.")
@@ -61,7 +74,7 @@ def _compile(head_dim: int, group: int, dtype: torch.dtype, reporter: Reporter) 
     often = "once" if known is None else f"in every run, as {_not_kept()}"
     reporter.note(f"compiling the kernels for this CPU: up to half a minute, {often}.")
     with reporter.stage("compile"):
-        interruptible(lambda: warm_up(head_dim, group, dtype))
+        interruptible(lambda: warm_up(head_dim, group, dtype, draft_bits))
     if folder.why_not_kept != known:
         reporter.note(f"the next run compiles again, as {_not_kept()}.")
 

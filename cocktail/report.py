@@ -13,10 +13,13 @@ class Reporter(Protocol):
     """Receives progress and text from the engine; the command line draws it, tests record it."""
 
     def stage(self, name: str, total: int | None = None, unit: str = "") -> StageContext:
-        """Opens a stage ("fetch", "parse", "score", "load", "prefill", "decode").
+        """Opens a stage ("fetch", "parse", "score", "load", "substitutes", "prefill", "decode").
 
         The context yields `advance(n)`, called with the number of units done since the last call.
         """
+
+    def status(self, text: str) -> None:
+        """What the running stage's progress line says beside its name."""
 
     def note(self, message: str) -> None:
         """One informational line for standard error."""
@@ -40,6 +43,9 @@ class SilentReporter:
     @contextmanager
     def stage(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Callable[[int], None]]:
         yield lambda done: None
+
+    def status(self, text: str) -> None:
+        pass
 
     def note(self, message: str) -> None:
         pass

@@ -69,9 +69,7 @@ class Sampler:
         if self.temperature == 0:
             return greedy(logits)
         probabilities, ids = self.probabilities(logits)
-        threshold = uniform(self.seed, position)
-        index = int(torch.searchsorted(probabilities.cumsum(-1), threshold, right=True))
-        return int(ids[min(index, len(ids) - 1)])
+        return int(ids[pick(probabilities, uniform(self.seed, position))])
 
 
 def greedy(logits: torch.Tensor) -> int:
@@ -89,7 +87,20 @@ def _check(highest: float) -> None:
         )
 
 
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of one position of one seeded run, from a counter-based generator."""
-    bits = np.random.Philox(key=seed % 2**64, counter=position)
+def pick(probabilities: torch.Tensor, threshold: float) -> int:
+    """The index that a random number in [0, 1) falls on, [n] probabilities that sum to 1 laid end to end."""
+    index = int(torch.searchsorted(probabilities.cumsum(-1), threshold, right=True))
+    if index == len(probabilities):
+        # Rounding left the sum below the number.
+        index = int(probabilities.nonzero()[-1])
+    return index
+
+
+def uniform(seed: int, position: int, stream: int = 0) -> float:
+    """The random number in [0, 1) of one position of one seeded run, from a counter-based generator.
+
+    Args:
+        stream: tells several numbers of a position apart; plain decoding draws with number 0.
+    """
+    bits = np.random.Philox(key=seed % 2**64, counter=position + (stream << 64))
     return float(np.random.Generator(bits).random())

@@ -158,6 +158,10 @@ def _link(value: object) -> float:
     return float(parse_rate(text))
 
 
+def _bits(value: object) -> str:
+    return _word(str(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+
+
 def _path(value: object) -> Path:
     try:
         return (value if isinstance(value, Path) else Path(_text(value))).expanduser()
@@ -181,6 +185,11 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "scorer": _text,
     "chunk_size": _integer,
     "restate": _integer,
+    "draft": _word,
+    "draft_bits": _bits,
+    "draft_max": _integer,
+    "draft_model": _text,
+    "verify": _word,
     "alpha": _number,
     "beta": _number,
     "kv": _word,
@@ -190,7 +199,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
 # A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere, nor choose
 # where files are written, nor what is fetched and loaded: of models only those known by name.
 NOT_IN_PROJECT_FILE = ("offline", "cache_dir")
-NAMES_IN_PROJECT_FILE = {"model": MODELS, "scorer": SCORERS}
+NAMES_IN_PROJECT_FILE = {"model": MODELS, "draft_model": MODELS, "scorer": SCORERS}
 
 
 @dataclass(frozen=True)
@@ -254,6 +263,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         if value is not None and value != [] and value != ():
             items[key] = _checked(key, value, flag_name(key), flag_name(key))
     _select_rule(items)
+    _select_draft(items)
     return Settings(items)
 
 
@@ -281,6 +291,18 @@ def _select_rule(items: dict[str, Setting]) -> None:
                 f"{flag_name(key)} has no meaning with --kv {policy.value}{source}, which has no thresholds.",
                 f"Leave out {flag_name(key)}, or choose --kv cocktail-paper.",
             )
+
+
+def _select_draft(items: dict[str, Setting]) -> None:
+    """Lets a flag that says what drafts stand against what a file or variable says; `Config` refuses two flags."""
+    kind, model = items["draft"], items["draft_model"]
+    if model.value is None or kind.value == "auto":
+        return
+    flags = [setting for setting in (kind, model) if setting.origin == flag_name(setting.key)]
+    if flags == [kind]:
+        items["draft_model"] = Setting("draft_model", None, kind.origin)
+    elif flags == [model]:
+        items["draft"] = Setting("draft", "auto", model.origin)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

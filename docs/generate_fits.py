@@ -30,8 +30,8 @@ INTRODUCTION = """\
 # What fits
 
 Written by `make docs`; do not edit. **Planned, not measured**: nothing on this page was run. The plans are those of
-`cocktail plan --gpu "{card}" --tokens N --vram SIZE`, made from the models' dimensions alone. Times are what the
-maker's figures of the {card} give at full use, with attention over all tokens, at every budget: {link}/s link,
+`cocktail plan --gpu "{card}" --tokens N --vram SIZE --draft off`, made from the models' dimensions alone. Times are
+what the maker's figures of the {card} give at full use, with attention over all tokens, at every budget: {link}/s link,
 {memory}/s memory, {operations:.3g} Tflop/s; and, assumed, {launch:.1f} ms for each layer of a prefill segment.
 
 Weights in BF16. KV cache `cocktail` with every chunk at 4 bits, as the question is not known; chunks at 2 bits take
@@ -73,7 +73,7 @@ def outlook(model: str, document: int) -> Outlook:
     run = lengths(document)
     scores = np.zeros(run.layout.num_chunks, dtype=np.float32)
     hf_config = AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
-    return Outlook(hf_config, torch.bfloat16, run, scores[None], Config(), on_card=True)
+    return Outlook(hf_config, torch.bfloat16, run, scores[None], Config(draft="off"), on_card=True)
 
 
 def render() -> str:

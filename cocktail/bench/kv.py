@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -69,6 +69,7 @@ def bench_kv(request: Request, benchmark: KvBenchmark, config: Config, reporter:
     if benchmark.tokens is not None and benchmark.tokens < config.chunk_size:
         raise UsageError(f"--tokens is {benchmark.tokens}; a chunk of {config.chunk_size} is needed at least.")
     use_threads(benchmark.threads)
+    config = replace(config, draft="off")
     whole = read_whole(request, config, reporter)
     folder = whole.folder
     tokens = choose_tokens(whole, benchmark.tokens)

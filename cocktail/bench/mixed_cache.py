@@ -59,7 +59,7 @@ class MixedCacheVariant:
         return MixedKVCache(
             job.geometry,
             job.layout,
-            job.reading.tail_capacity,
+            job.tail_capacity,
             loaded.dtype,
             loaded.device,
             reorder=self.name != UNORDERED,

@@ -105,7 +105,7 @@ def bench_offload(request: Request, benchmark: OffloadBenchmark, config: Config,
         raise UsageError("--max-tokens is 1; the first pass is not timed, so two are needed at least.")
     use_threads(benchmark.threads)
     passes, tail = config.max_tokens, config.max_tokens * benchmark.rows
-    config = replace(config, max_tokens=tail, vram_bytes=None, vram_auto=False, link_bytes_per_second=None)
+    config = replace(config, draft="off", max_tokens=tail, vram_bytes=None, vram_auto=False, link_bytes_per_second=None)
     whole = read_whole(request, config, reporter)
     device, dtype = resolve_device_dtype(config, whole.hf_config)
     links = benchmark.links or ((CARD_LINK,) if device.type == "cuda" else parse_links(DEFAULT_LINKS))
@@ -180,7 +180,7 @@ def _measure_decoding(
     with closing(loaded):
         fix_rope(loaded.model, reading.hf_config, job.total_tokens)
         ready_job_kernels(job, loaded, reporter, Stopwatch())
-        cache = MixedKVCache(job.geometry, job.layout, reading.tail_capacity, loaded.dtype, loaded.device)
+        cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
         hosted = HostedModel(loaded, cache, result.rows)
         with reporter.stage("prefill"):
             hosted.read(job.context_ids, reading.suffixes[0], job.plans[0], result.passes, job.segment_tokens)

@@ -137,7 +137,7 @@ def _run(job: Job, loaded: LoadedModel) -> PeakRun:
     with loaded.active():
         with offload.accelerator.host() if plan.hidden_on_host else nullcontext():
             context, suffix = (torch.tensor(ids, device=home) for ids in (job.context_ids, job.reading.suffixes[0]))
-        cache = MixedKVCache(job.geometry, job.layout, job.reading.tail_capacity, loaded.dtype, loaded.device)
+        cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
         logits = prefill(
             loaded.model,
             cache,

@@ -55,8 +55,9 @@ class HostLayer:
             self.module.get_submodule(path)._parameters[name] = parameter
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Views of the weights in host memory, by their names in the layer."""
-        return {span.name: span.view(self.host.view) for span in self.layout.weights}
+        """The layer's weights in host memory, by their names in it: views, and copies of norms and biases on a card."""
+        matrices = {span.name: span.view(self.host.view) for span in self.layout.weights}
+        return {name: p.cpu() for name, p in self.module.named_parameters() if name not in matrices} | matrices
 
 
 # Bytes copied so far.

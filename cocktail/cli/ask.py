@@ -72,6 +72,11 @@ def ask(
     restate: options.Restate = None,
     alpha: options.Alpha = None,
     beta: options.Beta = None,
+    draft: options.Draft = None,
+    draft_bits: options.DraftBits = None,
+    draft_max: options.DraftMax = None,
+    draft_model: options.DraftModel = None,
+    verify: options.Verify = None,
     output: Annotated[
         str | None,
         typer.Option(

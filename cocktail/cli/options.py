@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cocktail.config import DEVICES, KV_POLICIES, Config
+from cocktail.config import DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
 from cocktail.settings import DTYPE_ALIASES, SCORERS
 
@@ -16,6 +16,7 @@ COLORS = ("auto", "always", "never")
 
 _DEFAULT = Config()
 _DOCUMENT, _MODEL, _ANSWER, _KV, _OUTPUT = "Document", "Model and memory", "Answer", "KV cache", "Output"
+_SPECULATION = "Speculation"
 
 
 class GroupedCommand(TyperCommand):
@@ -248,6 +249,56 @@ Kv = Annotated[
         help=f"How the document's KV cache is held: {', '.join(KV_POLICIES)} (default: {_DEFAULT.kv}).",
         autocompletion=_complete(KV_POLICIES),
         rich_help_panel=_KV,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="|".join(DRAFTS),
+        help="What drafts tokens for the model to verify: low-bit copies of the layers that are streamed (self), or "
+        f"text that stood before (ngram). The answer is the same (default: {_DEFAULT.draft}).",
+        autocompletion=_complete(DRAFTS),
+        rich_help_panel=_SPECULATION,
+    ),
+]
+DraftBits = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-bits",
+        metavar="|".join(DRAFT_BITS),
+        help=f"Bits of those copies (default: {_DEFAULT.draft_bits}).",
+        autocompletion=_complete(DRAFT_BITS),
+        rich_help_panel=_SPECULATION,
+    ),
+]
+DraftMax = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-max",
+        metavar="N",
+        help=f"Tokens drafted at a time, at most (default: {_DEFAULT.draft_max}).",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="A smaller model that drafts, with the same tokenizer.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+Verify = Annotated[
+    str | None,
+    typer.Option(
+        "--verify",
+        metavar="|".join(VERIFIERS),
+        help="match: with one seed the answer is the same whatever drafts. rejection: Leviathan's rule, whose answers "
+        f"have the same distribution (default: {_DEFAULT.verify}).",
+        autocompletion=_complete(VERIFIERS),
+        rich_help_panel=_SPECULATION,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON, one object on one line.", rich_help_panel=_OUTPUT)]

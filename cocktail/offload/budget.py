@@ -53,6 +53,7 @@ class MemoryEstimate:
     workspace: int
     staging: int = 0
     substitutes: int = 0
+    draft_model: int = 0
     stored_context: int = 0
     device_context: int = 0
     allocator: int = 0

@@ -41,19 +41,23 @@ class LayerLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, weights: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> LayerLayout:
-        """Args: weights: name in the model, shape and dtype of each."""
+    def of(cls, weights: Sequence[tuple[str, tuple[int, ...], torch.dtype]], alignment: int = ALIGNMENT) -> LayerLayout:
+        """Args: weights: name in the model, shape and dtype of each; alignment: of where each begins, in bytes."""
         spans, offset = [], 0
         for name, shape, dtype in weights:
             span = WeightSpan(name, shape, dtype, offset)
             spans.append(span)
-            offset += -(-span.nbytes // ALIGNMENT) * ALIGNMENT
+            offset += -(-span.nbytes // alignment) * alignment
         return cls(tuple(spans), offset)
 
     @classmethod
     def of_module(cls, layer: nn.Module) -> LayerLayout:
-        """The layout of a layer's parameters, under their names in it."""
-        return cls.of([(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()])
+        """The layout of a layer's matrices, under their names in it.
+
+        Norms and biases are no part of it: they stay on the accelerator, where substitutes of the layer share them.
+        """
+        matrices = [(name, weight) for name, weight in layer.named_parameters() if weight.dim() >= 2]
+        return cls.of([(name, tuple(weight.shape), weight.dtype) for name, weight in matrices])
 
 
 # Reads a weight of a layer, by name, into a tensor of its shape in host memory.

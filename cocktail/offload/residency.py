@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from cocktail.offload.budget import ALLOCATION_STEP, SEGMENT_TOKENS, WORKSPACE_BYTES, Activations, MemoryEstimate
 from cocktail.offload.speed import DeviceSpeed
@@ -30,11 +31,11 @@ class ModelSize:
     """Bytes of a decoder's weights in the run's dtype, and the dimensions that its speed depends on.
 
     Args:
-        layers: of each decoder layer.
+        layers: of each decoder layer's matrices.
         slot: of a staging slot, which holds the largest of them.
         embedding: of the token embedding, 0 if the head shares it.
         head: of the output layer.
-        rest: the final norm and what else there is.
+        rest: norms, biases and what else there is.
         hidden_size, itemsize: values of a hidden state, and bytes of a value.
         attention_size: values of a layer's query heads together.
     """
@@ -54,35 +55,69 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
+class DraftModelNeeds:
+    """What a model of its own that drafts takes, in bytes.
+
+    Args:
+        held: weights and KV cache, all through the run.
+        passing: what it takes beside them while it runs; the target does not run then.
+    """
+
+    held: int = 0
+    passing: int = 0
+
+
+@dataclass(frozen=True)
 class KvChoice:
-    """A policy of the KV cache, and the memory that the sealed cache and its tail take."""
+    """A policy of the KV cache, and the memory that the sealed cache and its tail take.
+
+    A model that drafts reads what the policy leaves unquantized: so what it needs goes with the policy.
+    """
 
     policy: str
     nbytes: int
+    draft_model: DraftModelNeeds = DraftModelNeeds()
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What drafting does to the cost of a token.
+    """What drafting with substitutes does to the cost of a token.
 
     Args:
-        bits: of the substitutes, None for no draft.
+        form: of the substitutes: "4", "3", "2" or "nf4"; None for no draft.
         depth: draft steps of a round.
         rows: tokens that a verification runs.
         acceptance_length: tokens that a round emits.
     """
 
-    bits: int | None = None
+    form: str | None = None
     depth: int = 0
     rows: int = 1
     acceptance_length: float = 1.0
 
+    @property
+    def bits(self) -> int | None:
+        """Of a code."""
+        return {"4": 4, "3": 3, "2": 2, "nf4": 4}[self.form] if self.form else None
+
+    @property
+    def weights(self) -> int | Literal["nf4"]:
+        """The form of a substitute's weights, as `load_substitutes` takes it."""
+        return "nf4" if self.form == "nf4" else int(self.form or 0)
+
     def substitute_bytes(self, layer_bytes: int, itemsize: int) -> int:
-        """Bytes of a substitute layer: codes, and a 16-bit scale and zero for every 64 of them."""
+        """Bytes of a substitute layer: codes, and for every 64 of them 32 bits of scales."""
         return 0 if self.bits is None else int(layer_bytes / (8 * itemsize) * (self.bits + 0.5))
 
 
 NO_DRAFT = Draft()
+# What a plan expects of them before a run knows better, as measured with SmolLM2 (docs/benchmarks.md).
+SELF_DRAFTS = {
+    "4": Draft("4", depth=10, rows=32, acceptance_length=6.0),
+    "nf4": Draft("nf4", depth=10, rows=32, acceptance_length=6.0),
+    "3": Draft("3", depth=5, rows=32, acceptance_length=3.0),
+    "2": Draft("2", depth=2, rows=32, acceptance_length=1.2),
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +132,7 @@ class Workload:
         allocator_bytes: what the allocator takes beyond tensors; each resident layer then rounds up too.
         step_graph_bytes: what graphs of decode steps take; they are captured only if every layer is resident.
         stored_context_bytes: unquantized keys and values of all other layers that stay on the device.
+        drafted_tokens: that a verification holds beside the last one, counted in all parts.
     """
 
     context_tokens: int
@@ -106,6 +142,7 @@ class Workload:
     allocator_bytes: int = 0
     step_graph_bytes: int = 0
     stored_context_bytes: int = 0
+    drafted_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +162,7 @@ class ResidencyPlan:
     prefill_seconds: float
     token_seconds: float
     copy_seconds: float
+    drafted_tokens: int = 0
 
     @property
     def resident_layers(self) -> int:
@@ -150,7 +188,7 @@ def plan_residency(
     workload: Workload,
     budget_bytes: int | None,
     speed: DeviceSpeed,
-    draft: Draft = NO_DRAFT,
+    drafts: Sequence[Draft] = (NO_DRAFT,),
     *,
     streamed_layers: int | None = None,
 ) -> ResidencyPlan | None:
@@ -160,12 +198,17 @@ def plan_residency(
     Without a budget everything is resident, and segments have the most rows whose workspace is small.
 
     Args:
+        drafts: what may draft where layers are streamed.
         streamed_layers: exactly so many layers are streamed.
     """
     if budget_bytes is None:
         return _unbounded(size, workload, speed)
     for kv in workload.kv:
-        plans = list(_fitting(size, workload, kv, budget_bytes, speed, draft, streamed_layers))
+        plans = [
+            plan
+            for draft in drafts
+            for plan in _fitting(size, workload, kv, budget_bytes, speed, draft, streamed_layers)
+        ]
         if plans:
             fastest = min(plan.answer_seconds for plan in plans)
             # The first of those that are about as fast. Rates are measured anew from time to time, and 16-bit sums
@@ -180,7 +223,7 @@ def smallest_estimate(size: ModelSize, workload: Workload, *, may_offload: bool 
     Args:
         may_offload: False: everything stays on the device.
     """
-    kv = min(workload.kv, key=lambda choice: choice.nbytes)
+    kv = min(workload.kv, key=lambda choice: choice.nbytes + choice.draft_model.held)
     num_layers = len(size.layers)
     # Shorter segments never take more.
     shortest = [placement for placement in _placements(size) if placement[0] == SEGMENT_TOKENS[-1]]
@@ -259,6 +302,7 @@ def _estimate(
         weights=size.nbytes - sum(moved) - (0 if looked_up_on_device else size.embedding),
         staging=NUM_SLOTS * size.slot if moved else 0,
         substitutes=sum(draft.substitute_bytes(layer, size.itemsize) for layer in moved),
+        draft_model=kv.draft_model.held + max(0, kv.draft_model.passing - activations.nbytes),
         kv_cache=kv.nbytes,
         layer_context=activations.layer_context,
         stored_context=workload.stored_context_bytes,
@@ -284,6 +328,7 @@ def _plan(
     segment_tokens, embedding_on_host, hidden_on_host = placement
     moved = sum(size.layers[index] for index in streamed)
     decoder, tokens = sum(size.layers), workload.context_tokens
+    draft = draft if streamed else NO_DRAFT
     copy = speed.copy_seconds(moved)
     verify = speed.pass_seconds(decoder + size.head, kv.nbytes, draft.rows, size.itemsize)
     kept = decoder - moved + sum(draft.substitute_bytes(size.layers[index], size.itemsize) for index in streamed)
@@ -309,4 +354,5 @@ def _plan(
         prefill_seconds=max(copy, compute + launching) + speed.copy_seconds(rows_moved),
         token_seconds=(draft.depth * step + max(copy, verify)) / draft.acceptance_length,
         copy_seconds=copy,
+        drafted_tokens=workload.drafted_tokens,
     )

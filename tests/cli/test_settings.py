@@ -213,6 +213,16 @@ def test_thresholds_that_cross_are_found_across_sources() -> None:
         resolve({"beta": 0.5}, {}).config()
 
 
+def test_a_flag_that_says_what_drafts_stands_against_a_file() -> None:
+    Path("cocktail.toml").write_text('draft_model = "smollm2-135m-instruct"')
+    assert resolve({}, {}).config().draft_model == "smollm2-135m-instruct"
+    assert resolve({"draft": "off"}, {}).config().draft_model is None
+    config = resolve({"draft_model": "other"}, {"COCKTAIL_DRAFT": "ngram"}).config()
+    assert (config.draft, config.draft_model) == ("auto", "other")
+    with pytest.raises(UsageError, match="--draft-model"):
+        resolve({"draft": "off", "draft_model": "other"}, {}).config()
+
+
 def test_a_home_folder_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert resolve({"cache_dir": "~/c"}, {}).config().cache_dir == Path("/home/me/c")

@@ -13,7 +13,7 @@ from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode_step import GRAPH_ROWS, DecodeStep, StepInputs, run_step
 from cocktail.kv_cache import MixedKVCache
-from cocktail.prefill import extend, prefill
+from cocktail.prefill import causal_rows, extend, prefill
 
 MakeModel = Callable[..., Any]
 LAYOUT = ContextLayout(5, 6, 16, 9)
@@ -35,10 +35,12 @@ def read(model: Any, device: str = "cpu") -> MixedKVCache:
 def test_steps_on_device_numbers_equal_plain_passes(family: str, make_model: MakeModel) -> None:
     model = make_model(family, "cocktail")
     cache, plain = read(model), read(model)
-    inputs = {rows: StepInputs.empty(rows, cache) for rows in GRAPH_ROWS}
+    inputs = {rows: StepInputs.empty(rows, cache, masked=rows > 1) for rows in GRAPH_ROWS}
     for step, rows in enumerate((1, 2, 1, 8, 4, 1)):
         ids = torch.arange(20 + step, 20 + step + rows)
-        inputs[rows].fill(ids, cache)
+        first, length = cache.tail_len, cache.get_seq_length()
+        mask = causal_rows(first, rows, "cpu") if rows > 1 else None
+        inputs[rows].fill(ids, torch.arange(length, length + rows), first, mask)
         logits = run_step(model, cache, inputs[rows])
         cache.commit(range(cache.tail_len, cache.tail_len + rows))
         assert logits.shape[0] == rows
@@ -79,3 +81,23 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(make_model: MakeModel) -> N
         torch.testing.assert_close(step(ids), extend(model, plain, ids), rtol=2e-2, atol=2e-2)
     assert step.why_eager is not None
     assert step.describe().startswith("eager (the step could not be captured")
+
+
+@torch.inference_mode()
+def test_steps_of_a_tree_on_device_numbers_equal_plain_passes(family: str, make_model: MakeModel) -> None:
+    """Rows in slots that are not the next ones, which see some of those between."""
+    model = make_model(family, "cocktail")
+    cache, plain = read(model), read(model)
+    first, length = cache.tail_len, cache.get_seq_length()
+    step = DecodeStep(model, plain)
+    for start, rows in ((0, 2), (2, 1), (3, 4)):
+        ids, depths = torch.arange(30 + start, 30 + start + rows), torch.arange(rows) % 2 + (start > 0)
+        mask = torch.zeros((rows, first + start + rows), dtype=torch.bool)
+        mask[:, : first + 1] = True
+        mask[torch.arange(rows), first + start + torch.arange(rows)] = True
+        inputs = StepInputs.empty(rows, cache, masked=True)
+        inputs.fill(ids, length + depths, first + start, mask)
+        logits = run_step(model, cache, inputs)
+        expected = step.run(ids, length + depths, first + start, mask)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert cache.tail_len == plain.tail_len == first

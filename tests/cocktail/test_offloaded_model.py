@@ -189,7 +189,7 @@ def test_an_embedding_with_a_padding_row_is_looked_up_on_the_host(make_model: Ma
 def test_only_what_is_resident_counts_on_the_device(make_model: MakeModel, tmp_path: Path) -> None:
     whole = make_model("llama", "cocktail", num_hidden_layers=6)
     folder = saved(whole, tmp_path)
-    layer = sum(p.nbytes for p in whole.get_decoder().layers[0].parameters())
+    layer = sum(p.nbytes for p in whole.get_decoder().layers[0].parameters() if p.dim() == 2)
     total = sum(p.nbytes for p in whole.parameters())
     embedding = whole.get_input_embeddings().weight.nbytes
     for streamed in range(7):
@@ -201,6 +201,26 @@ def test_only_what_is_resident_counts_on_the_device(make_model: MakeModel, tmp_p
                 slots = 2 * layer if streamed else 0
                 assert expected + slots <= ledger.held_bytes <= expected + slots + 20_000
                 assert ledger.peak_bytes == ledger.held_bytes
+
+
+def test_norms_and_biases_of_streamed_layers_stay(family: str, make_model: MakeModel, tmp_path: Path) -> None:
+    for name in (family, "llama-tied-biased"):
+        whole = make_model(name, "cocktail")
+        folder = saved(whole, tmp_path / name)
+        own = dict(whole.named_parameters(remove_duplicate=False))
+        with offloaded(folder, plan_of(3, 3)) as (model, offload):
+            assert offload.stream is not None
+            slots = [range(slot.data_ptr(), slot.data_ptr() + slot.nbytes) for slot in offload.stream.slots]
+            before = {path: parameter.data_ptr() for path, parameter in model.named_parameters()}
+            run(model, offload=offload)
+            layers: Any = model.get_decoder().layers
+            inside = {id(parameter) for parameter in layers.parameters()}
+            for path, parameter in model.named_parameters():
+                streamed = parameter.dim() >= 2 and id(parameter) in inside
+                assert any(parameter.data_ptr() in slot for slot in slots) == streamed, path
+                if not streamed:
+                    assert parameter.data_ptr() == before[path]
+                    assert torch.equal(parameter, own[path])
 
 
 @pytest.mark.parametrize("streamed", [0, 2, 6])

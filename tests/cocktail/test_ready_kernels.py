@@ -58,7 +58,7 @@ def tell(story: Story, device: torch.device = CPU) -> dict[str, float]:
 
 
 def test_kernels_on_disk_are_loaded_in_silence(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "load_compiled", lambda *kernel: kernel == (64, 3, torch.bfloat16))
+    monkeypatch.setattr(module, "load_compiled", lambda *kernel: kernel == (64, 3, torch.bfloat16, ()))
     assert set(tell(story)) == {"load"}
     assert story.lines == ["warm-up"]
 

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("numba")
 
 from cocktail.kernels import low_bit_linear_cpu as cpu
-from cocktail.kernels.low_bit_linear_cpu import TILE_OUTPUTS, low_bit_linear_cpu
+from cocktail.kernels.low_bit_linear_cpu import low_bit_linear_cpu
+from cocktail.kernels.low_bit_tile import TILE_OUTPUTS
 from cocktail.kernels.low_bit_weight import WEIGHT_BITS
 from tests.kernels.closeness import TOLERANCE, assert_close_rms
 from tests.kernels.test_low_bit_linear import product, random_layer
@@ -61,7 +62,7 @@ def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
 def test_portable_code_gives_the_product(tmp_path: Path) -> None:
     # A processor without AVX-512; a process of its own, because numba reads the name when it is imported.
     script = (
-        "import pytest, sys; from cocktail.kernels import low_bit_linear_cpu as cpu; assert not cpu.HAS_PERMUTE;"
+        "import pytest, sys; from cocktail.kernels import low_bit_tile; assert not low_bit_tile.HAS_PERMUTE;"
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'both_ways and dtype0', sys.argv[1]]))"
     )
     environment = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CACHE_DIR": str(tmp_path)}

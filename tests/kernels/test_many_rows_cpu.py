@@ -10,6 +10,7 @@ from cocktail.kernels.mixed_attention_ref import mixed_attention_ref
 from cocktail.kernels.quantize_pack import quantize_pack
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
 from cocktail.kernels.segment_table import SegmentTable
+from cocktail.offload.ledger import Ledger
 from tests.kernels.closeness import TOLERANCE, assert_close_rms
 from tests.kernels.dense_reference import gentle_query, outlier_keys
 
@@ -60,6 +61,16 @@ def test_tokens_of_all_stretches_are_dequantized_once_and_in_order() -> None:
     assert unquantized.k_bits == UNQUANTIZED
     assert sum(key.shape[1] for key in held) == 17000
     assert torch.equal(torch.cat(held, dim=1)[:, -unquantized.num_tokens :], unquantized.key.flatten(1, 2))
+
+
+def test_an_emulated_device_holds_the_result_only() -> None:
+    table, key = segments(500, 20, 40, torch.float32)  # a head size of its own: buffers are kept from run to run
+    rows = many_rows_cpu.MANY_ROWS[torch.float32]
+    query = gentle_query(KV_HEADS * SHARE, rows, key, torch.Generator().manual_seed(1))
+    tail, mask = torch.zeros((KV_HEADS, SLOTS, 40)), torch.ones((rows, SLOTS), dtype=torch.bool)
+    with Ledger() as ledger:
+        result = many_rows_cpu.many_rows_cpu(query, table, tail, tail, mask, 0.1)
+    assert ledger.peak_bytes == ledger.held_bytes == result.nbytes
 
 
 @pytest.mark.parametrize("place", ["key", "value", "query", "tail"])

@@ -167,8 +167,8 @@ def test_a_plan_predicts_what_its_formula_says() -> None:
 
 
 def test_a_draft_costs_memory_and_divides_the_time_of_a_round() -> None:
-    draft = Draft(bits=4, depth=8, rows=9, acceptance_length=5.0)
-    plan = plan_residency(SIZE, workload(), 9_000 * MB, SPEED, draft)
+    draft = Draft("4", depth=8, rows=9, acceptance_length=5.0)
+    plan = plan_residency(SIZE, workload(), 9_000 * MB, SPEED, (draft,))
     alone = plan_residency(SIZE, workload(), 9_000 * MB, SPEED)
     assert plan is not None
     assert alone is not None

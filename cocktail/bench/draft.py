@@ -1,0 +1,319 @@
+"""`cocktail bench draft`: speculation against plain decoding with the same streamed weights, in one process.
+
+Every layer lies in host memory and comes over a link that is fixed, before anything is drafted, so that a plain pass of
+a fully streamed model takes a given number of resident decode steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from cocktail.bench.draft_prompts import KINDS, Prompt, own_prompts, read_prompts
+from cocktail.bench.draft_result import PLAIN, DraftResult, DraftRow, DraftRun
+from cocktail.bench.draft_variant import DEFAULT_VARIANTS, DraftVariant
+from cocktail.bench.machine import Machine, use_threads
+from cocktail.bench.streamed_decode import HostedModel, new_link, resident, streaming
+from cocktail.config import Config
+from cocktail.decode_step import DecodeStep
+from cocktail.document import read_document
+from cocktail.draft import MAX_CHILDREN, ModelDraft, NgramDraft
+from cocktail.draft_costs import Calibration
+from cocktail.engine import Request
+from cocktail.errors import CocktailError, UsageError
+from cocktail.interrupts import check_interrupt
+from cocktail.job import Job, plan_job
+from cocktail.kv_cache import MixedKVCache
+from cocktail.model import load_model, resolve_device_dtype
+from cocktail.model_source import resolve_model
+from cocktail.ngram import NgramIndex
+from cocktail.offload.residency import SELF_DRAFTS, spread
+from cocktail.out_of_memory import is_out_of_memory
+from cocktail.prefill import prefill
+from cocktail.reading import Reading, read_for_questions
+from cocktail.ready_kernels import ready_job_kernels
+from cocktail.report import Reporter, SilentReporter
+from cocktail.rope import fix_rope
+from cocktail.sampling import Sampler
+from cocktail.speculate import Limits, Speculator
+from cocktail.stopwatch import Stopwatch
+from cocktail.substitute import DraftView, why_no_substitutes
+from cocktail.substitute_store import load_substitutes
+
+# More than any device holds: the model is loaded as for a budget, every layer to host memory.
+_NO_LIMIT = 2**60
+# Plain passes that are timed, the first one left out.
+_PLAIN_PASSES = 4
+# Fewer tokens say nothing of a rate.
+_LEAST_TOKENS = 4
+# What is read of a prompt's text.
+_TEXT_CHARS = 8000
+
+
+@dataclass(frozen=True)
+class DraftBenchmark:
+    """What is measured.
+
+    Args:
+        variants: see `DraftVariant`.
+        resident: numbers of layers that stay on the device.
+        ratio: resident decode steps that a plain pass of a fully streamed model takes.
+        data: a folder with prompts, or None for the given document alone.
+        kinds: of prompts.
+        prompts: of each kind.
+        threads: of everything, or None for torch's own number.
+    """
+
+    variants: tuple[DraftVariant, ...] = DEFAULT_VARIANTS
+    resident: tuple[int, ...] = (0,)
+    ratio: float = 25.0
+    data: Path | None = None
+    kinds: tuple[str, ...] = KINDS
+    prompts: int = 3
+    threads: int | None = None
+
+
+def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, reporter: Reporter) -> DraftResult:
+    """Measures every variant on every prompt; after an interrupt what was measured is returned.
+
+    Raises:
+        CocktailError: What can be found before the model's weights are loaded is found before.
+        KeyboardInterrupt: Nothing was measured by then.
+    """
+    if config.max_tokens < 2 * _LEAST_TOKENS:
+        raise UsageError(f"--max-tokens is {config.max_tokens}; {2 * _LEAST_TOKENS} are needed at least.")
+    use_threads(benchmark.threads)
+    config = replace(config, draft="auto", vram_bytes=_NO_LIMIT, vram_auto=False, link_bytes_per_second=None)
+    document = request.read(reporter)
+    folder = resolve_model(config.model, config, reporter)
+    prompts = own_prompts(request.questions[0])
+    if benchmark.data is not None:
+        prompts = read_prompts(benchmark.data, benchmark.kinds, benchmark.prompts)
+
+    def read(prompt: Prompt) -> Reading:
+        whole = document
+        if prompt.text is not None:
+            whole = read_document("-", data=prompt.text[:_TEXT_CHARS].encode(), reporter=SilentReporter())
+        return read_for_questions(whole, [prompt.question], folder, config, SilentReporter(), Stopwatch())
+
+    first = read(prompts[0])
+    layers: int = first.hf_config.num_hidden_layers
+    if wrong := [count for count in benchmark.resident if count >= layers]:
+        raise UsageError(
+            f"--resident is {wrong[0]}, and the model has {layers} layers: none would be streamed.",
+            f"Give {layers - 1} or less.",
+        )
+    device, dtype = resolve_device_dtype(config, first.hf_config)
+    tokens = len(first.tokenized.token_ids) + first.truncated_tokens
+    kinds = dict.fromkeys(prompt.kind for prompt in prompts)
+    rows = [
+        DraftRow(variant.name, kind, count)
+        for count in benchmark.resident
+        for kind in kinds
+        for variant in benchmark.variants
+    ]
+    result = DraftResult(
+        document={"path": document.path, "sha256": document.sha256, "format": document.format, "tokens": tokens},
+        model=folder,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_policy=config.kv,
+        machine=Machine.of(device),
+        question=request.questions[0],
+        ratio=benchmark.ratio,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        rows=rows,
+    )
+    before = psutil.getloadavg()[0]
+    job = plan_job(first, config, SilentReporter())
+    plan = replace(job.residency, streamed=tuple(range(layers)))
+    loaded = load_model(folder, first.hf_config, first.tokenizer, config, reporter, plan=plan)
+    with closing(loaded):
+        forms = {variant.form for variant in benchmark.variants}
+        draft_bits = sorted(int(form) for form in forms if form not in (None, "nf4"))
+        ready_job_kernels(job, loaded, reporter, Stopwatch(), draft_bits)
+        cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
+        bench = _Bench(HostedModel(loaded, cache), benchmark, config, reporter)
+        try:
+            for number, prompt in enumerate(prompts, start=1):
+                with reporter.stage(f"{prompt.kind} {number}/{len(prompts)}"):
+                    bench.measure(plan_job(read(prompt), config, SilentReporter()), prompt.kind, rows)
+        except KeyboardInterrupt:
+            if not result.has_figures:
+                raise
+            result.partial = True
+    result.load_average = (before, psutil.getloadavg()[0])
+    return result
+
+
+@dataclass
+class _Bench:
+    """Runs variants on one model after another prompt was read into a cache of its own."""
+
+    hosted: HostedModel
+    benchmark: DraftBenchmark
+    config: Config
+    reporter: Reporter
+    # What the drafts have learned of themselves, as it would go on in a long answer: one for each variant.
+    substitutes: dict[str, Mapping[int, nn.Module]] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def measure(self, job: Job, kind: str, rows: Sequence[DraftRow]) -> None:
+        """One prompt through all variants and numbers of resident layers."""
+        hosted, loaded = self.hosted, self.hosted.loaded
+        fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
+        hosted.cache = cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
+        ids, suffix = (torch.tensor(x, device=loaded.device) for x in (job.context_ids, job.reading.suffixes[0]))
+        free = new_link(loaded.device, None)
+        with closing(free), resident(hosted, (), free):
+            logits = prefill(loaded.model, cache, ids, suffix, job.plans[0], segment_tokens=job.segment_tokens)
+            expected, step_seconds = self._plain(logits, self.config.max_tokens)
+        if len(expected) < _LEAST_TOKENS:
+            return  # the answer is too short to tell a rate
+        sizes = [layer.host.nbytes for layer in hosted.layers]
+        rate = sum(sizes) / (self.benchmark.ratio * step_seconds)
+        for count in self.benchmark.resident:
+            streamed = spread(len(sizes), len(sizes) - count)
+            link = new_link(loaded.device, rate)
+            with closing(link), streaming(hosted, streamed, link):
+                _, pass_seconds = self._plain(logits, _PLAIN_PASSES)
+                for row, variant in zip(
+                    (row for row in rows if (row.kind, row.resident_layers) == (kind, count)),
+                    self.benchmark.variants,
+                    strict=True,
+                ):
+                    check_interrupt()
+                    try:
+                        run = self._run(job, variant, streamed, logits, expected, pass_seconds, step_seconds)
+                    except CocktailError as error:
+                        row.reason = error.message
+                    except RuntimeError as error:
+                        row.reason = "out of memory" if is_out_of_memory(error) else str(error).split("\n")[0]
+                    else:
+                        row.runs.append(run)
+
+    def _plain(self, logits: torch.Tensor, count: int) -> tuple[list[int], float]:
+        """The first tokens, up to the end of the answer, and the median time of a pass."""
+        cache, sampler = self.hosted.cache, self._sampler()
+        before, step, times = cache.tail_len, DecodeStep(self.hosted.model, cache, "timed alike"), list[float]()
+        tokens = [sampler.draw(logits, cache.get_seq_length())]
+        try:
+            while len(tokens) < count and tokens[-1] not in self.hosted.loaded.eos_token_ids:
+                check_interrupt()
+                began = time.perf_counter()
+                after = step(torch.tensor(tokens[-1:], device=cache.device))
+                tokens.append(sampler.draw(after, cache.get_seq_length()))
+                times.append(time.perf_counter() - began)
+        finally:
+            cache.trim(cache.tail_len - before)
+        return tokens, statistics.median(times[1:] or times or [1.0])
+
+    def _sampler(self) -> Sampler:
+        config = self.config
+        return Sampler(config.temperature, config.top_k, config.top_p, config.seed)
+
+    def _run(
+        self,
+        job: Job,
+        variant: DraftVariant,
+        streamed: Sequence[int],
+        logits: torch.Tensor,
+        expected: list[int],
+        pass_seconds: float,
+        step_seconds: float,
+    ) -> DraftRun:
+        hosted, sampler = self.hosted, self._sampler()
+        cache = hosted.cache
+        before = cache.tail_len
+        spec, draft = self._speculator(job, variant, streamed, sampler, pass_seconds)
+        tokens = [sampler.draw(logits, cache.get_seq_length())]
+        try:
+            began = time.perf_counter()
+            while len(tokens) < len(expected):
+                check_interrupt()
+                tokens += spec.advance(tokens[-1], len(expected) - len(tokens))
+            seconds = time.perf_counter() - began
+        finally:
+            cache.trim(cache.tail_len - before)
+        step = None if draft is None else draft.times(1)
+        return DraftRun(len(tokens) - 1, seconds, tokens == expected, pass_seconds, step_seconds, step, spec.counts)
+
+    def _speculator(
+        self, job: Job, variant: DraftVariant, streamed: Sequence[int], sampler: Sampler, pass_seconds: float
+    ) -> tuple[Speculator, ModelDraft | None]:
+        hosted, calibration = self.hosted, Calibration()
+        cache, model = hosted.cache, hosted.model
+        draft = ngram = None
+        if variant.form is not None:
+            every = self._substitutes(variant.form)
+            chosen = every if variant.replaces_all else {index: every[index] for index in streamed}
+            view = partial(DraftView, model, chosen)
+            own = cache if variant.shares_cache else self._own_cache(job, view)
+            draft = ModelDraft(
+                DecodeStep(model, own, "timed alike"),
+                sampler,
+                calibration,
+                view=view,
+                shares_cache=variant.shares_cache,
+                children=1 if variant.is_chain else MAX_CHILDREN,
+            )
+        if variant.uses_ngrams:
+            ngram = NgramDraft(NgramIndex([*job.context_ids, *job.reading.suffixes[0]]), calibration)
+        nodes = self.config.draft_max
+        limits = Limits(
+            depth=nodes,
+            nodes=nodes + 1,
+            min_gain=None if variant.name != PLAIN else 1.0,
+            steps=variant.steps,
+            rejects=variant.rejects,
+        )
+        step = DecodeStep(model, cache, "timed alike")
+        spec = Speculator(
+            model,
+            step,
+            sampler,
+            calibration,
+            ngram=ngram,
+            draft=draft,
+            limits=limits,
+            streamed=bool(streamed),
+            pass_seconds=pass_seconds,
+        )
+        return spec, draft
+
+    def _substitutes(self, form: str) -> Mapping[int, nn.Module]:
+        """Of all layers; made once."""
+        if form not in self.substitutes:
+            loaded = self.hosted.loaded
+            layers: Any = loaded.model.get_decoder().layers
+            if reason := why_no_substitutes(loaded.model, range(len(layers))):
+                raise UsageError(f"there are no substitutes: {reason}")
+            self.substitutes[form] = load_substitutes(
+                loaded.folder,
+                loaded.model,
+                range(len(layers)),
+                SELF_DRAFTS[form].weights,
+                loaded.offload,
+                self.config,
+                self.reporter,
+            )
+        return self.substitutes[form]
+
+    def _own_cache(self, job: Job, view: Any) -> MixedKVCache:
+        """The draft's own keys and values of the prompt."""
+        loaded = self.hosted.loaded
+        cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
+        ids, suffix = (torch.tensor(x, device=loaded.device) for x in (job.context_ids, job.reading.suffixes[0]))
+        with view() if view is not None else nullcontext():
+            prefill(loaded.model, cache, ids, suffix, job.plans[0], segment_tokens=job.segment_tokens)
+        return cache

@@ -1,0 +1,246 @@
+"""Drafts: where the nodes of a tree come from.
+
+A model's draft grows the tree best first: in every step it runs the nodes that are worth most and adds their likeliest
+children, as long as a further step is expected to raise the tokens a second of the round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from cocktail.decode_step import DecodeStep
+from cocktail.draft_costs import Calibration, RowTimes, best_size, greedy_guess, ngram_guess, probability_grade
+from cocktail.draft_tree import NGRAM, SELF, DraftTree
+from cocktail.kv_cache import MixedKVCache
+from cocktail.ngram import MAX_MATCH, NgramIndex
+from cocktail.prefill import spans
+from cocktail.sampling import Sampler, pick, uniform
+from cocktail.verify import DRAFT
+
+# Tokens that a draft with a cache of its own takes in at a time.
+FOLLOWED_ROWS = 64
+# Rows of a draft step, and children that a node gets at most.
+WIDTHS = (1, 2, 4, 8)
+MAX_CHILDREN = 6
+# What a node must be worth to be added.
+MIN_WORTH = 0.01
+# Of a node's worth, what its children are expected to be worth together.
+_COVERED = 0.9
+# Continuations at the root, and the tokens of one.
+_BRANCHES, _BRANCH_TOKENS = 3, 16
+
+
+class NgramDraft:
+    """Continuations of the last tokens, of the root and of the tree's best leaf, as branches of a tree."""
+
+    def __init__(self, index: NgramIndex, calibration: Calibration) -> None:
+        self.index, self._calibration = index, calibration
+
+    def grow(self, tree: DraftTree, max_depth: int, max_nodes: int) -> None:
+        """Adds branches; the index must hold the root."""
+        self._add(tree, 0, (), _BRANCHES, max_depth, max_nodes)
+        if len(tree) > 1:
+            deepest = max(range(len(tree)), key=lambda index: (tree[index].depth, tree[index].worth))
+            drafted = [tree[index].token for index in tree.path(deepest)[1:]]
+            self._add(tree, deepest, drafted, 1, max_depth, max_nodes)
+
+    def _add(
+        self, tree: DraftTree, at: int, drafted: list[int] | tuple[()], count: int, max_depth: int, max_nodes: int
+    ) -> None:
+        length = min(_BRANCH_TOKENS, max_depth - tree[at].depth)
+        for match, tokens in self.index.continuations(length, count, drafted):
+            node = at
+            for place, token in enumerate(tokens):
+                grade = (NGRAM, min(match + place, MAX_MATCH))
+                chance = self._calibration.chance(grade, ngram_guess(match, place))
+                if tree[node].worth * chance < MIN_WORTH or len(tree) >= max_nodes:
+                    break
+                node = tree.add(node, token, chance, NGRAM, grade)
+
+
+class ModelDraft:
+    """A cheaper model that writes into the tail of a cache which holds the sequence.
+
+    For a self-draft the cache is the target's: verification overwrites what is drafted.
+
+    Args:
+        step: runs tokens over the cache.
+        sampler: the run's, whose random numbers of coming positions are known: the draft draws with them too.
+        calibration: how far it is right.
+        view: entered around every pass; for a self-draft, what swaps the substitutes in.
+        source: its name in trees and statistics.
+        shares_cache: whether the cache is the target's; one of its own must follow what the target commits.
+        children: that a node gets at most.
+        vocab_size: ids below it are known to both models; the logits of others are padding. None: all are.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        sampler: Sampler,
+        calibration: Calibration,
+        view: Callable[[], AbstractContextManager[object]] = nullcontext,
+        source: str = SELF,
+        shares_cache: bool = True,
+        children: int = MAX_CHILDREN,
+        vocab_size: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._step, self._sampler, self._calibration = step, sampler, calibration
+        self._view, self._vocab_size, self._clock = view, vocab_size, clock
+        self.source, self._shares_cache, self._children = source, shares_cache, children
+        # A first guess that is soon replaced; further rows of a step read the same weights.
+        self.times = RowTimes(first=0.02, slope=0.05)
+        self.steps = 0
+
+    @property
+    def cache(self) -> MixedKVCache:
+        return self._step.cache
+
+    @torch.inference_mode()
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Takes in what the target committed."""
+        if self._shares_cache:
+            return
+        for start, stop in spans(len(tokens), FOLLOWED_ROWS):
+            with self._view():
+                self._step(self._ids(tokens[start:stop]))
+
+    @torch.inference_mode()
+    def warm_up(self, token: int, max_rows: int) -> None:
+        """Runs a step of each width, so that nothing that happens once is taken for what a step needs."""
+        for rows in (WIDTHS[0], *WIDTHS):
+            if rows <= max_rows:
+                tree = DraftTree(token)
+                nodes = [0, *(tree.add(0, child, 1.0, self.source, (self.source, 0)) for child in range(rows - 1))]
+                began = self._clock()
+                self._run(tree, nodes, {}, 0)
+                seconds = self._clock() - began
+                # The first pass of all may compile something.
+                self.times.replace(rows, seconds)
+
+    @torch.inference_mode()
+    def grow(
+        self,
+        tree: DraftTree,
+        position: int,
+        max_depth: int,
+        max_nodes: int,
+        verify: RowTimes,
+        steps: int | None = None,
+    ) -> float:
+        """Adds nodes below the root, which is not in the cache yet.
+
+        Args:
+            position: absolute position of the token after the root, in the target's sequence.
+            verify: seconds of the target's pass by rows.
+            steps: exactly so many draft steps; None: as many as pay.
+
+        Returns:
+            Seconds spent.
+        """
+        began, slots, done = self._clock(), dict[int, int](), 0
+        while True:
+            # Only what would be verified is worth a look at what follows it.
+            best = sorted(range(len(tree)), key=lambda index: -tree[index].worth)[:max_nodes]
+            waiting = [index for index in best if index not in slots and tree[index].depth < max_depth]
+            waiting = waiting[: max_nodes - len(slots)]
+            rows = waiting[: self._width([tree[index].worth for index in waiting])]
+            if not rows or done == steps:
+                break
+            worths = [tree[index].worth for index in best]
+            if steps is None and not self._pays(worths, [tree[i].worth for i in rows], self._clock() - began, verify):
+                break
+            started = self._clock()
+            self._expand(tree, sorted(rows), slots, position)
+            self.times.add(len(rows), self._clock() - started)
+            done += 1
+        self.steps += done
+        return self._clock() - began
+
+    @torch.inference_mode()
+    def chain(
+        self, token: int, position: int, depth: int
+    ) -> tuple[DraftTree, list[tuple[torch.Tensor, torch.Tensor]], float]:
+        """A chain drawn from the draft's processed distribution, as rejection sampling needs it.
+
+        Returns:
+            The tree, what each of its tokens was drawn from (see `Sampler.probabilities`), and seconds spent.
+        """
+        began, tree, drawn_from = self._clock(), DraftTree(token), list[tuple[torch.Tensor, torch.Tensor]]()
+        slots: dict[int, int] = {}
+        for node in range(depth):
+            logits = self._run(tree, [node], slots, node)
+            slots[node] = node
+            chances, ids = self._sampler.probabilities(logits[0])
+            number = uniform(self._sampler.seed, position + node, DRAFT)
+            tree.add(node, int(ids[pick(chances, number)]), 1.0, self.source, (self.source, 0))
+            drawn_from.append((chances, ids))
+        self.steps += depth
+        return tree, drawn_from, self._clock() - began
+
+    def _width(self, worths: list[float]) -> int:
+        """The rows of the next step that gain most a second."""
+        widths = [width for width in WIDTHS if width <= len(worths)]
+        return max(widths, key=lambda width: sum(worths[:width]) / self.times(width), default=0)
+
+    def _pays(self, worths: list[float], rows: list[float], spent: float, verify: RowTimes) -> bool:
+        """Whether a step raises the tokens a second that the round promises.
+
+        Args:
+            worths: of the nodes that would be verified, descending.
+            rows: of those that the step would run.
+        """
+        size, rate = best_size(worths, spent, verify)
+        grown = sum(worths[:size]) + _COVERED * sum(rows)
+        return grown / (spent + self.times(len(rows)) + verify(size + len(rows))) > rate
+
+    def _expand(self, tree: DraftTree, rows: list[int], slots: dict[int, int], position: int) -> None:
+        """Runs nodes and adds their children."""
+        first = len(slots)
+        logits = self._run(tree, rows, slots, first)
+        chances, ids = torch.softmax(logits.float(), dim=-1).topk(min(self._children, logits.shape[-1]), dim=-1)
+        for row, (node, likeliest, tokens) in enumerate(zip(rows, chances.tolist(), ids.tolist(), strict=True)):
+            slots[node] = first + row
+            children = list(zip(tokens, likeliest, strict=True))
+            source = self.source
+            if self._sampler.temperature > 0:
+                # The target will draw with the same random number: so the draft's own draw is the likeliest child.
+                drawn = self._sampler.draw(logits[row], position + tree[node].depth)
+                chance = dict(children).get(drawn, 0.5)
+                self._add(tree, node, drawn, f"{source} drawn", max(chance, 0.5))
+                children = [child for child in children if child[0] != drawn]
+            for token, probability in children:
+                self._add(tree, node, token, source, probability)
+
+    def _add(self, tree: DraftTree, node: int, token: int, kind: str, probability: float) -> None:
+        grade = probability_grade(kind, probability)
+        guess = greedy_guess(probability) if self._sampler.temperature == 0 else probability
+        chance = self._calibration.chance(grade, guess)
+        if tree[node].worth * chance >= MIN_WORTH:
+            tree.add(node, token, chance, self.source, grade)
+
+    def _run(self, tree: DraftTree, rows: list[int], slots: dict[int, int], first: int) -> torch.Tensor:
+        """Logits after some nodes, [rows, vocab_size]; the slots that they are written to follow those before."""
+        cache = self.cache
+        tail_len, device = cache.tail_len, cache.device
+        held = {**slots, **{node: first + row for row, node in enumerate(rows)}}
+        stop = tail_len + first + len(rows)
+        mask = torch.zeros((len(rows), stop), dtype=torch.bool)
+        mask[:, :tail_len] = True
+        for row, node in enumerate(rows):
+            mask[row, [tail_len + held[above] for above in tree.path(node)]] = True
+        ids = self._ids([tree[node].token for node in rows])
+        positions = torch.tensor([tree[node].depth for node in rows], device=device) + cache.get_seq_length()
+        with self._view():
+            return self._step.run(ids, positions, tail_len + first, mask.to(device))[:, : self._vocab_size]
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Tokens as the draft reads them: padding that it has no embedding for may be any token."""
+        known = tokens if self._vocab_size is None else [min(token, self._vocab_size - 1) for token in tokens]
+        return torch.tensor(known, device=self.cache.device)

@@ -1,0 +1,143 @@
+"""What drafts in a run: chosen from its settings and its plan, and told in its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from cocktail.answer import SpeculationStats
+from cocktail.config import REJECTION_STEPS, Config
+from cocktail.decode_step import DecodeStep
+from cocktail.draft import ModelDraft, NgramDraft
+from cocktail.draft_costs import Calibration
+from cocktail.draft_tree import MODEL
+from cocktail.kv_cache import MixedKVCache
+from cocktail.ngram import NgramIndex
+from cocktail.sampling import Sampler
+from cocktail.speculate import Limits, Speculator
+from cocktail.substitute import DraftView
+
+if TYPE_CHECKING:
+    from cocktail.job import Job
+    from cocktail.model import LoadedModel
+
+# With resident weights a step is cheap, and a draft that is wrong more often than right is not worth its rows.
+MIN_ACCEPTANCE = 0.4
+
+
+def make_speculator(
+    job: Job,
+    loaded: LoadedModel,
+    cache: MixedKVCache,
+    suffix_ids: Sequence[int],
+    config: Config,
+    note: Callable[[str], None],
+    draft_cache: MixedKVCache | None = None,
+) -> Speculator | None:
+    """What decodes in rounds over a prefilled cache, or None where nothing drafts.
+
+    Args:
+        draft_cache: of a model of its own that drafts, which has read its context and the suffix.
+    """
+    if not job.drafted_tokens:
+        return None
+    sampler = Sampler(config.temperature, config.top_k, config.top_p, config.seed)
+    calibration, offload = Calibration(), loaded.offload
+    streamed = offload is not None and offload.stream is not None
+    draft = None
+    if loaded.draft_model is not None and draft_cache is not None:
+        draft = ModelDraft(
+            DecodeStep(loaded.draft_model, draft_cache),
+            sampler,
+            calibration,
+            source=MODEL,
+            shares_cache=False,
+            vocab_size=min(loaded.model.config.vocab_size, loaded.draft_model.config.vocab_size),
+        )
+    elif loaded.substitutes:
+        substitutes = loaded.substitutes
+        draft = ModelDraft(
+            DecodeStep(loaded.model, cache, None if offload is None else offload.why_no_draft_graph),
+            sampler,
+            calibration,
+            view=lambda: DraftView(loaded.model, substitutes),
+        )
+    rejects = config.verify == "rejection" and draft is not None
+    ngram = None
+    # Rejection sampling knows what its draft drew from, and so takes no branches from elsewhere.
+    if not rejects and (draft is not None or config.draft in ("auto", "ngram")):
+        ngram = NgramDraft(NgramIndex([*job.context_ids, *suffix_ids]), calibration)
+    if draft is None and ngram is None:
+        return None
+    limits = Limits(
+        depth=job.drafted_tokens,
+        nodes=job.drafted_tokens + 1,
+        min_acceptance=None if streamed else MIN_ACCEPTANCE,
+        steps=REJECTION_STEPS if rejects else None,
+        rejects=rejects,
+    )
+    return Speculator(
+        loaded.model,
+        DecodeStep(loaded.model, cache, None if offload is None else offload.why_eager),
+        sampler,
+        calibration,
+        ngram=ngram,
+        draft=draft,
+        limits=limits,
+        streamed=streamed,
+        pass_seconds=job.residency.copy_seconds if streamed and draft is not None else None,
+        note=note,
+    )
+
+
+def why_off(job: Job, config: Config) -> str:
+    """Why nothing drafts."""
+    if config.draft == "off":
+        return "--draft is off"
+    if not job.drafted_tokens:
+        return f"--max-tokens is {config.max_tokens}: nothing is left to draft"
+    return job.why_no_self_draft or "every layer is resident: there is nothing to substitute"
+
+
+def speculation_stats(
+    job: Job, loaded: LoadedModel, speculator: Speculator | None, config: Config, copy_seconds: float | None
+) -> SpeculationStats:
+    """What is reported of an answer's drafting; `copy_seconds` is what the target waited for streamed weights."""
+    if speculator is None:
+        return SpeculationStats(why_off=why_off(job, config))
+    counts, reason = speculator.counts, None
+    if not counts.drafted:
+        reason = speculator.why_paused or "nothing that stood before was worth drafting"
+    return SpeculationStats(
+        mode=_mode(loaded),
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        mean_acceptance_length=_rounded(counts.mean_acceptance_length),
+        acceptance_rate=_rounded(counts.acceptance_rate),
+        why_off=reason,
+        plain_rounds=counts.plain_rounds,
+        mean_depth=_rounded(counts.mean_depth),
+        lengths={str(length): count for length, count in sorted(counts.lengths.items())},
+        by_depth={str(depth): list(pair) for depth, pair in sorted(counts.by_depth.items())},
+        by_source={source: list(pair) for source, pair in sorted(counts.by_source.items())},
+        block_efficiency=_rounded(counts.block_efficiency),
+        memory_bound_speedup=_rounded(speculator.memory_bound_speedup),
+        draft_steps=counts.draft_steps,
+        draft_seconds=counts.draft_seconds,
+        verify_seconds=counts.verify_seconds,
+        plain_seconds=counts.plain_seconds,
+        copy_seconds=copy_seconds,
+        wasted_seconds=counts.wasted_seconds,
+        paused=speculator.why_paused,
+    )
+
+
+def _mode(loaded: LoadedModel) -> str:
+    if loaded.draft_model is not None:
+        return "model"
+    return "self" if loaded.substitutes else "ngram"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,265 @@
+"""Speculative decoding: rounds of drafting, verifying and committing, for as long as they pay.
+
+A round grows a tree below the last token (SubSpec, arXiv 2509.18344), verifies it in one pass of the target, which
+overwrites what the draft wrote into the tail, and commits the accepted path. What is emitted is what plain decoding
+over the same KV cache emits (see `verify`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from cocktail.decode_step import DecodeStep
+from cocktail.draft import ModelDraft, NgramDraft
+from cocktail.draft_costs import Calibration, RowTimes, best_size
+from cocktail.draft_tree import DraftTree
+from cocktail.kv_cache import MixedKVCache
+from cocktail.sampling import Sampler
+from cocktail.speculation_stats import SpeculationCounts
+from cocktail.verify import Verdict, commit_path, match, reject, verification_logits
+
+# Nodes of a tree, the root included, and levels below it.
+MAX_NODES, MAX_DEPTH = 64, 32
+# Rounds and verified levels that the rolling figures look back on.
+_WINDOW, _MIN_LEVELS = 8, 16
+# Tokens without a draft before it is tried again, at first and at most.
+_PAUSE, _LONGEST_PAUSE = 32, 256
+# Of the time since the start, what drafts that are not known to pay may waste.
+_TRIALS = 0.02
+# Judges a tree by the target's logits, given the position of the token after the root.
+Judge = Callable[[torch.Tensor, int], Verdict]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of drafting.
+
+    Args:
+        depth: levels of a tree.
+        nodes: of a tree, the root included.
+        min_acceptance: accepted levels of verified ones below which drafting pauses; None: only the gain counts.
+        min_gain: tokens a second against plain decoding below which drafting pauses; None: it never does.
+        always: draft even where plain decoding promises more, as a benchmark wants it.
+        steps: draft steps of a round, exactly; None: as many as pay.
+        rejects: verify chains of `steps` tokens by rejection sampling instead.
+    """
+
+    depth: int = MAX_DEPTH
+    nodes: int = MAX_NODES
+    min_acceptance: float | None = None
+    min_gain: float | None = 1.0
+    always: bool = False
+    steps: int | None = None
+    rejects: bool = False
+
+
+class Speculator:
+    """Decodes one sequence in rounds.
+
+    Args:
+        model: the target.
+        step: its passes of one token, over the same cache.
+        sampler: the run's.
+        calibration: shared with the drafts.
+        ngram: proposes continuations of the document and the answer, or None.
+        draft: a model that drafts, or None.
+        limits: see there.
+        streamed: whether the target's weights are streamed, so that rows of a pass cost little.
+        pass_seconds: what a pass of one row is expected to take; None: one is run first, to know.
+        note: told once when drafting pauses, and why.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        step: DecodeStep,
+        sampler: Sampler,
+        calibration: Calibration,
+        *,
+        ngram: NgramDraft | None = None,
+        draft: ModelDraft | None = None,
+        limits: Limits | None = None,
+        streamed: bool = False,
+        pass_seconds: float | None = None,
+        note: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self.step, self._sampler, self._calibration = model, step, sampler, calibration
+        self._ngram, self._draft, self._limits = ngram, draft, limits or Limits()
+        self._note, self._clock = note, clock
+        self.counts = SpeculationCounts()
+        # A pass over streamed weights takes about as long for many rows as for one; a compiled step does not.
+        self._expected = pass_seconds
+        self._verify = RowTimes(first=pass_seconds or 0.1, slope=0.002 if streamed else 0.5)
+        self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=_WINDOW)
+        self._pause, self._paused, self._noted = _PAUSE, 0, False
+        # Tokens that a draft with a cache of its own has not seen.
+        self._behind: list[int] = []
+        self.why_paused: str | None = None
+
+    @property
+    def memory_bound_speedup(self) -> float | None:
+        """See `SpeculationCounts`; None without a model that drafts."""
+        if self._draft is None or not self._draft.steps:
+            return None
+        return self.counts.memory_bound_speedup(self._verify(1) / self._draft.times(1))
+
+    @property
+    def cache(self) -> MixedKVCache:
+        return self.step.cache
+
+    @torch.inference_mode()
+    def advance(self, token: int, remaining: int) -> list[int]:
+        """The tokens after one that is not in the cache yet; afterwards it is, with all of them but the last.
+
+        Args:
+            remaining: tokens that may still be emitted, at least 1.
+
+        Raises:
+            ModelError: the target's logits are not finite.
+        """
+        if self._ngram is not None:
+            self._ngram.index.extend([token])
+        tokens = self._round(token, remaining)
+        if self._ngram is not None:
+            self._ngram.index.extend(tokens[:-1])
+        return tokens
+
+    def _round(self, token: int, remaining: int) -> list[int]:
+        depth = min(self._limits.depth, remaining - 1)
+        free = self.cache.tail_capacity - self.cache.tail_len
+        nodes = min(self._limits.nodes, free)
+        if depth < 1 or nodes < 2 or not self._may_draft():
+            return self._plain(token)
+        if self._draft is not None and not self._draft.times.known:
+            self._draft.warm_up(token, nodes)
+        if self._limits.rejects:
+            return self._rejection_round(token, min(depth, nodes - 1))
+        began = self._clock()
+        tree = self._grow(token, depth, nodes)
+        drafted = self._clock() - began
+        if len(tree) == 1:
+            began = self._clock()
+            tokens = self._plain(token)
+            if self._draft is not None:
+                self.counts.draft_seconds += drafted
+                self.counts.wasted_seconds += drafted
+                self._remember(1, 0, 0, drafted + self._clock() - began)
+            return tokens
+        return self._verified(tree, drafted, self._matched(tree))
+
+    def _may_draft(self) -> bool:
+        if self._draft is None and self._ngram is None:
+            return False
+        if self._paused > 0:
+            self._paused -= 1
+            return False
+        # What a plain pass takes must be known before anything is compared with it.
+        return self._limits.always or self._verify.known or self._expected is not None
+
+    def _grow(self, token: int, depth: int, nodes: int) -> DraftTree:
+        """A tree as large as it pays to verify; the root alone if plain decoding promises more."""
+        tree = DraftTree(token)
+        if self._ngram is not None:
+            self._ngram.grow(tree, depth, nodes)
+        spent, steps = 0.0, 0
+        if self._draft is not None:
+            before, began = self._draft.steps, self._clock()
+            self._catch_up()
+            following, position = self._clock() - began, self.cache.get_seq_length() + 1
+            spent = following + self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps)
+            steps = self._draft.steps - before
+        self.counts.draft_steps += steps
+        # A child is never worth more than its parent, and stands behind it: the best ones are a tree.
+        order = sorted(range(len(tree)), key=lambda index: -tree[index].worth)
+        if self._limits.steps is not None:
+            return tree.pruned(order[:nodes])
+        size, rate = best_size([tree[index].worth for index in order[:nodes]], spent, self._verify)
+        if self._limits.always:
+            return tree.pruned(order[: max(size, 2)])
+        # What was spent is spent; but a tree that does not make up for it is no reason to draft the next one.
+        pays = rate > 1 / self._verify(1) or self.counts.wasted_seconds < _TRIALS * self.counts.plain_seconds
+        return tree.pruned(order[:size]) if size > 1 and (pays or steps) else DraftTree(token)
+
+    def _catch_up(self) -> None:
+        assert self._draft is not None
+        self._draft.follow(self._behind)
+        self._behind.clear()
+
+    def _rejection_round(self, token: int, depth: int) -> list[int]:
+        assert self._draft is not None
+        began = self._clock()
+        self._catch_up()
+        following, position = self._clock() - began, self.cache.get_seq_length() + 1
+        steps = depth if self._limits.steps is None else min(depth, self._limits.steps)
+        tree, drawn_from, drafted = self._draft.chain(token, position, steps)
+        drafted += following
+        self.counts.draft_steps += steps
+        return self._verified(tree, drafted, lambda logits, at: reject(tree, logits, drawn_from, self._sampler, at))
+
+    def _matched(self, tree: DraftTree) -> Judge:
+        return lambda logits, at: match(tree, logits, self._sampler, at)
+
+    def _verified(self, tree: DraftTree, drafted: float, judge: Judge) -> list[int]:
+        began = self._clock()
+        logits = verification_logits(self._model, self.cache, tree)
+        verdict = judge(logits, self.cache.get_seq_length() + 1)
+        commit_path(self.cache, verdict.path)
+        self._behind += [tree[node].token for node in verdict.path]
+        seconds = self._clock() - began
+        self._verify.add(len(tree), seconds)
+        self._learn(tree, verdict.path, verdict.tokens)
+        emitted = len(verdict.tokens)
+        self.counts.add_round(tree, verdict.path, emitted)
+        self.counts.draft_seconds += drafted
+        self.counts.verify_seconds += seconds
+        excess = drafted + seconds - emitted * self._verify(1)
+        self.counts.wasted_seconds += max(0.0, excess)
+        self._remember(emitted, len(verdict.path) - 1, tree.depth, drafted + seconds)
+        return verdict.tokens
+
+    def _plain(self, token: int) -> list[int]:
+        began = self._clock()
+        logits = self.step(torch.tensor([token], device=self.cache.device))
+        drawn = self._sampler.draw(logits, self.cache.get_seq_length())
+        self._behind.append(token)
+        seconds = self._clock() - began
+        self._verify.add(1, seconds)
+        self.counts.plain_rounds += 1
+        self.counts.plain_seconds += seconds
+        return [drawn]
+
+    def _learn(self, tree: DraftTree, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keeps the draft's record: every child of a node that was reached was right or not."""
+        for node, token in zip(path, tokens, strict=True):
+            for child_token, child in tree[node].children.items():
+                self._calibration.learn(tree[child].grade, child_token == token)
+
+    def _remember(self, emitted: int, accepted: int, levels: int, seconds: float) -> None:
+        """Takes a round into the rolling figures, and pauses drafting where they say that it does not pay."""
+        self._recent.append((emitted, accepted, levels, seconds))
+        emitted, accepted, levels, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        if len(self._recent) < _WINDOW // 2:
+            return
+        gain, limits = emitted * self._verify(1) / seconds, self._limits
+        why = None
+        if limits.min_acceptance is not None and levels >= _MIN_LEVELS and accepted < limits.min_acceptance * levels:
+            why = f"{accepted / levels:.0%} of the drafted levels were accepted, less than {limits.min_acceptance:.0%}"
+        elif limits.min_gain is not None and gain < limits.min_gain:
+            why = f"it was {gain:.2f} times as fast as plain decoding"
+        if why is None:
+            self._pause = _PAUSE
+            return
+        self.why_paused = why
+        self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        self._recent.clear()
+        if not self._noted:
+            self._noted = True
+            self._note(f"drafting pauses: {why}; it is tried again later")

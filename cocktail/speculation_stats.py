@@ -1,0 +1,89 @@
+"""What speculation did in a run, counted round by round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cocktail.draft_tree import DraftTree
+
+
+@dataclass
+class SpeculationCounts:
+    """Counts of one answer.
+
+    Args:
+        rounds: verifications of a tree.
+        plain_rounds: passes of one token, without a draft.
+        drafted: nodes verified, roots left out.
+        accepted: nodes accepted.
+        levels: depths of the verified trees, summed: the most that could have been accepted.
+        lengths: rounds by the tokens that they emitted.
+        by_depth: at each depth, trees that reached it and those accepted to it.
+        by_source: for each source, nodes verified and accepted.
+        draft_steps: passes of the draft.
+        draft_seconds, verify_seconds, plain_seconds: time in each.
+        wasted_seconds: of rounds that took longer than plain decoding takes for the tokens that they emitted.
+    """
+
+    rounds: int = 0
+    plain_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    levels: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    by_depth: dict[int, tuple[int, int]] = field(default_factory=dict)
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+    draft_steps: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    wasted_seconds: float = 0.0
+
+    def add_round(self, tree: DraftTree, path: list[int], emitted: int) -> None:
+        """Counts a verified tree and the nodes of it that were accepted, the root first."""
+        self.rounds += 1
+        self.drafted += len(tree) - 1
+        self.accepted += len(path) - 1
+        self.levels += tree.depth
+        self.lengths[emitted] += 1
+        for depth in range(1, tree.depth + 1):
+            reached, taken = self.by_depth.get(depth, (0, 0))
+            self.by_depth[depth] = reached + 1, taken + (depth < len(path))
+        accepted = set(path)
+        for index, node in enumerate(tree.nodes[1:], start=1):
+            verified, taken = self.by_source.get(node.source, (0, 0))
+            self.by_source[node.source] = verified + 1, taken + (index in accepted)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted levels of verified ones."""
+        return self.accepted / self.levels if self.levels else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a verification emitted, the target's own included."""
+        return sum(length * count for length, count in self.lengths.items()) / self.rounds if self.rounds else None
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Levels of a verified tree."""
+        return self.levels / self.rounds if self.rounds else None
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Tokens for each pass of the target, those without a draft included."""
+        passes = self.rounds + self.plain_rounds
+        return (self.accepted + passes) / passes if passes else None
+
+    def memory_bound_speedup(self, pass_over_step: float) -> float | None:
+        """t r / (d + r): the speed-up where a verification takes as long as a pass of one token.
+
+        Args:
+            pass_over_step: r, a pass of the target in draft steps; t are the tokens of a verification and d the draft
+                steps before it.
+        """
+        if not self.rounds or self.mean_acceptance_length is None:
+            return None
+        steps = self.draft_steps / self.rounds
+        return self.mean_acceptance_length * pass_over_step / (steps + pass_over_step)
