@@ -160,7 +160,11 @@ def load_model(
             use_cpu_kernels(model)
     substitutes: Mapping[int, nn.Module] = {}
     if plan is not None and offload is not None and plan.draft.form is not None:
-        substitutes = load_substitutes(folder, model, plan.streamed, plan.draft.weights, offload, config, reporter)
+        try:
+            substitutes = load_substitutes(folder, model, plan.streamed, plan.draft.weights, offload, config, reporter)
+        except BaseException:
+            offload.close()
+            raise
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -102,7 +102,7 @@ def load_substitutes(
                         tensors = _quantized(weights, index, layers[index], bits, device)
                         kept.write(index, tensors)
                     add(index, tensors)
-    use_cpu_kernels_in_drafts(found.values())
+        use_cpu_kernels_in_drafts(found.values())
     return {index: found[index] for index in indices}
 
 

@@ -59,7 +59,10 @@ def document(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(deep_folder: Path) -> Config:
-    return Config(model=str(deep_folder), scorer="bm25", max_tokens=12, offline=True, device="cpu", restate=1)
+    # How often layers are copied depends on what is drafted.
+    return Config(
+        model=str(deep_folder), scorer="bm25", max_tokens=12, offline=True, device="cpu", restate=1, draft="off"
+    )
 
 
 @pytest.fixture
