@@ -111,7 +111,8 @@ class Draft:
 
 
 NO_DRAFT = Draft()
-# What a plan expects of them before a run knows better, as measured with SmolLM2 (docs/benchmarks.md).
+# What a plan expects of them before a run knows better. Four bits: about what document questions gave with SmolLM2
+# (docs/benchmarks.md); the others are assumptions.
 SELF_DRAFTS = {
     "4": Draft("4", depth=10, rows=32, acceptance_length=6.0),
     "nf4": Draft("nf4", depth=10, rows=32, acceptance_length=6.0),
