@@ -152,7 +152,9 @@ class Outlook:
             reporter.note(f"{self.windowed} of {layers} layers have a sliding window and are not quantized")
         plan = self.plan(budget_bytes, speed)
         if plan is None or plan.estimate.peak_bytes > limit_bytes:
-            raise self.planner.refusal(self.lengths, self.workload, limit_bytes)
+            if self._without_draft is None:
+                raise self.planner.refusal(self.lengths, self.workload, limit_bytes)
+            raise self.planner.refusal(replace(self.lengths, drafted=0), self._without_draft, limit_bytes)
         if plan.kv_policy != self.policy:
             reporter.warn(
                 f"the KV cache is held at {plan.kv_policy}, not {self.policy}: at {self.policy} it takes "
@@ -163,7 +165,8 @@ class Outlook:
     def what_if(self, budget_bytes: int, speed: DeviceSpeed) -> WhatIf:
         """What a budget would give."""
         plan = self.plan(budget_bytes, speed)
-        least = smallest_estimate(self.planner.size, self.workload).peak_bytes if plan is None else None
+        smallest = self._without_draft or self.workload
+        least = smallest_estimate(self.planner.size, smallest).peak_bytes if plan is None else None
         return WhatIf(budget_bytes, plan, least)
 
     def kv_bytes(self, policy: str) -> KvBytes:

@@ -102,7 +102,8 @@ def test_a_plan_without_a_budget_keeps_everything_and_is_not_emulated(
 def test_piped_output_has_no_escape_code_and_is_not_wrapped(
     cocktail: Run, folder: Callable[[str], str], document: str
 ) -> None:
-    code, out, err = cocktail("plan", document, "-m", folder("qwen2.5-32b"), "--vram", "24GB", "--what-if", "2GB,24GB")
+    budgets = ("--vram", "24GB", "--what-if", "2GB,24GB", "--draft", "off")
+    code, out, err = cocktail("plan", document, "-m", folder("qwen2.5-32b"), *budgets)
     assert code == 0
     assert "\x1b" not in out + err
     assert all(line == line.rstrip() for line in out.splitlines())
