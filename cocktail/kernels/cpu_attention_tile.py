@@ -293,13 +293,11 @@ def scale_weights(weights: Any, scale: Any, zero: Any, tokens: Any, scaled: Any,
 
 
 @njit(fastmath=True)
-def read_query(
-    query: Any, row_stride: Any, head_stride: Any, kind: Any, rows: Any, scaling: Any, first: Any, out: Any
-) -> None:
-    """out[m, d] = scaling * query row `first + m` of the group, where row g * rows + r is row r of head g."""
+def read_query(query: Any, row_stride: Any, head_stride: Any, kind: Any, rows: Any, scaling: Any, out: Any) -> None:
+    """out[m, d] = scaling * query row m of the group, where row g * rows + r is row r of head g."""
     head_dim = out.shape[1]
     for m in range(out.shape[0]):
-        at = (first + m) // rows * head_stride + (first + m) % rows * row_stride
+        at = m // rows * head_stride + m % rows * row_stride
         row = out[m]
         if kind == BFLOAT16:
             for d in range(head_dim):

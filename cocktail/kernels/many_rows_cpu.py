@@ -22,12 +22,12 @@ from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, marker
 from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.kept_code import kept_cfunc
-from cocktail.kernels.mixed_attention_cpu import KINDS
+from cocktail.kernels.mixed_attention_cpu import ITEM_TOKENS, KINDS
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
-# Tokens that are dequantized at a time, those of a work item, and those of a tile that stays in the nearest cache.
-STRETCH, ITEM_TOKENS, TILE = 8192, 512, 64
+# Tokens that are dequantized at a time, and those of a tile that stays in the nearest cache.
+STRETCH, TILE = 8192, 64
 # Query rows of a KV head from which this is faster.
 MANY_ROWS = {torch.bfloat16: 24, torch.float16: 36, torch.float32: 48}
 
@@ -111,13 +111,9 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
 
 @cache
 def _stretch(heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where keys and values of a stretch are written, [heads, STRETCH, head_dim]; kept, as it is written to often.
-
-    It is this processor's, and no memory of a device that is emulated on it: so torch does not allocate it.
-    """
-    size = heads * STRETCH * head_dim * dtype.itemsize
-    key, value = (torch.frombuffer(np.empty(size, np.uint8), dtype=dtype) for _ in range(2))
-    return key.view(heads, STRETCH, head_dim), value.view(heads, STRETCH, head_dim)
+    """Where keys and values of a stretch are written, [heads, STRETCH, head_dim]; kept, as it is written to often."""
+    key, value = (torch.empty((heads, STRETCH, head_dim), dtype=dtype) for _ in range(2))
+    return key, value
 
 
 def dequantized(
@@ -212,15 +208,17 @@ def _attended(
             blind = ~seen.repeat(num_heads // heads)
             own[:, :, blind], own_lse[:, :, blind] = 0.0, float("-inf")
         result, lse = _merged(result, lse, own, own_lse)
-    assert result is not None
-    return result.view(num_heads, rows, head_dim)
+    # Neither segments nor slots: `tail_len` hides them all.
+    result = torch.zeros_like(query) if result is None else result
+    return result.to(query.dtype).view(num_heads, rows, head_dim)
 
 
 def _merged(
     result: torch.Tensor | None, lse: torch.Tensor | None, own: torch.Tensor, own_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of tokens from that over each: [1, heads, rows, head_dim] and [1, heads, rows]."""
+    """Attention over two sets of tokens from that over each, float32: [1, heads, rows, head_dim] and [1, heads, rows]."""
+    own = own.float()
     if result is None or lse is None:
         return own, own_lse
-    share = torch.sigmoid(own_lse - lse).unsqueeze(-1).to(own.dtype)
+    share = torch.sigmoid(own_lse - lse).unsqueeze(-1)
     return torch.lerp(result, own, share), torch.logaddexp(lse, own_lse)

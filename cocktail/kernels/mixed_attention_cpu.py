@@ -1,9 +1,9 @@
 """Mixed attention on a CPU: flash-decoding over packed codes, compiled by numba.
 
-A work item is one KV head, a run of context blocks (or of tail slots) and up to CHUNK query rows of the head's group;
-items are spread over torch's threads and their partial results merge by log-sum-exp. The key scale of a block is
-folded into the queries, the value scale of a token into its weight. For the rows of one decode step codes are
-unpacked in registers; for more rows a tile of them is unpacked to float32 once for all rows of the item.
+A work item is one KV head and a run of context blocks, or of tail slots, for all query rows of the head's group; items
+are spread over torch's threads and their partial results merge by log-sum-exp. The key scale of a block is folded into
+the queries, the value scale of a token into its weight. For the rows of one decode step codes are unpacked in
+registers; for more rows a tile of them is unpacked to float32 once for all rows. Many rows are `many_rows_cpu`'s.
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
@@ -43,8 +43,8 @@ from cocktail.kernels.kept_code import kept_cfunc
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
-# Tokens of a work item for CHUNK query rows or fewer, and query rows of a work item.
-ITEM_TOKENS, CHUNK = 512, 64
+# Tokens of a work item.
+ITEM_TOKENS = 512
 # Query rows whose accumulators fit into registers at a time, tokens that they meet between two looks at the softmax.
 FEW, FEW_TILE = 4, 256
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -191,7 +191,6 @@ def attend_tail(
     mask: Any,
     mask_stride: Any,
     rows: Any,
-    first_row: Any,
     query: Any,
     peak: Any,
     total: Any,
@@ -210,7 +209,7 @@ def attend_tail(
         score(dim, query, tile, bias, tokens, scores, 0)
         if mask:
             for m in range(num_rows):
-                shown, row = mask + (first_row + m) % rows * mask_stride + start, scores[m]
+                shown, row = mask + m % rows * mask_stride + start, scores[m]
                 for t in range(tokens):
                     if load_u8(shown, t) == 0:
                         row[t] = LOWEST
@@ -263,16 +262,13 @@ def _attend_item(head_dim: int, groups: int, few: int) -> Any:
         kind, kv_heads, group, rows = load_i64(p, KIND), load_i64(p, KV_HEADS), load_i64(p, SHARE), load_i64(p, ROWS)
         items, num_items, slots = load_i64(p, ITEMS), load_i64(p, NUM_ITEMS), load_i64(p, SLOTS)
         itemsize, num_rows = 4 if kind == FLOAT32 else 2, group * rows
-        chunks = -(-num_rows // CHUNK)
-        head, chunk, item = work % kv_heads, work // kv_heads % chunks, work // (kv_heads * chunks)
-        first_row = chunk * CHUNK
-        count = min(first_row + CHUNK, num_rows) - first_row
-        mine = np.empty((count, head_dim), np.float32)
+        head, item = work % kv_heads, work // kv_heads
+        mine = np.empty((num_rows, head_dim), np.float32)
         query = load_i64(p, QUERY) + head * group * load_i64(p, QUERY_HEAD) * itemsize
         scaling = load_f32(p, 2 * SCALING)
-        read_query(query, load_i64(p, QUERY_ROW), load_i64(p, QUERY_HEAD), kind, rows, scaling, first_row, mine)
-        top, whole = np.full(count, LOWEST, np.float32), np.zeros(count, np.float32)
-        result = np.zeros((count, head_dim), np.float32)
+        read_query(query, load_i64(p, QUERY_ROW), load_i64(p, QUERY_HEAD), kind, rows, scaling, mine)
+        top, whole = np.full(num_rows, LOWEST, np.float32), np.zeros(num_rows, np.float32)
+        result = np.zeros((num_rows, head_dim), np.float32)
         if item < num_items:
             ends = load_i64(p, ITEM_ENDS)
             for at in range(load_i64(ends, item - 1) if item else 0, load_i64(ends, item)):
@@ -283,25 +279,24 @@ def _attend_item(head_dim: int, groups: int, few: int) -> Any:
                 else:
                     attend_blocks(dim, parts, row, span, head, kind, mine, top, whole, result)
         else:
-            start = (item - num_items) * ITEM_TOKENS * chunks
+            start = (item - num_items) * ITEM_TOKENS
             attend_tail(
                 dim,
                 load_i64(p, TAIL_KEY) + head * load_i64(p, TAIL_KEY_HEAD) * itemsize,
                 load_i64(p, TAIL_VALUE) + head * load_i64(p, TAIL_VALUE_HEAD) * itemsize,
                 start,
-                min(start + ITEM_TOKENS * chunks, slots),
+                min(start + ITEM_TOKENS, slots),
                 kind,
                 load_i64(p, MASK),
                 load_i64(p, MASK_ROW),
                 rows,
-                first_row,
                 mine,
                 top,
                 whole,
                 result,
             )
-        for m in range(count):
-            part = (head * num_rows + first_row + m) * items + item
+        for m in range(num_rows):
+            part = (head * num_rows + m) * items + item
             store_f32(load_i64(p, PEAK), part, top[m])
             store_f32(load_i64(p, TOTAL), part, whole[m])
             for d in range(head_dim):
@@ -347,9 +342,8 @@ def mixed_attention_cpu(
     )
     tail_mask = tail_mask if tail_mask is None or tail_mask.stride(1) == 1 else tail_mask.contiguous()
     group = num_heads // num_kv_heads
-    chunks = -(-group * rows // CHUNK)
-    ranges, ends = work_items(table, ITEM_TOKENS * chunks)
-    items = len(ends) - (-slots // (ITEM_TOKENS * chunks))
+    ranges, ends = work_items(table, ITEM_TOKENS)
+    items = len(ends) - (-slots // ITEM_TOKENS)
     out = query.new_empty((rows, num_heads, head_dim))
     parts = num_heads * rows * items
     scratch = np.empty(parts * (2 + head_dim), np.float32)
@@ -388,7 +382,7 @@ def mixed_attention_cpu(
     # Unquantized values have no groups: one variant less is compiled if those stand for them that others have.
     groups = table.value_groups or head_dim // value_group_size(head_dim)
     # A group of five or seven heads would meet its codes one head at a time.
-    fits = rows == 1 and (few > 1 or group == 1) and group <= CHUNK and few_rows_fit(head_dim, head_dim // groups)
+    fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // groups)
     item = _attend_item(head_dim, groups, few if fits else 0)
-    run_items(item, num_kv_heads * chunks * items, parameters, _merge_item(head_dim), num_heads * rows)
+    run_items(item, num_kv_heads * items, parameters, _merge_item(head_dim), num_heads * rows)
     return out.transpose(0, 1)
