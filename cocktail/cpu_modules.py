@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from cocktail.kernels.compiled import cpu_kernels
 from cocktail.kernels.dense_linear import dense_linear
 from cocktail.kernels.layer_weights import LayerWeights
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kernels.low_bit_weight import LowBitWeight
 from cocktail.kv_cache import MixedKVCache, TailView
 from cocktail.substitute import LowBitLinear
@@ -32,8 +33,6 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _POSITIONS = {"position_ids", "cache_position"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Rows of a draft step that are compiled.
-DRAFT_ROWS = (1, 2, 4, 8)
 # Places of a layer's weights that are remembered.
 _MAX_PLACES = 8
 # How far a compiled layer may be from the layer, whose sums have another order and are rounded to the dtype: a share of
@@ -90,7 +89,7 @@ class _CompiledStep:
         self._layer = layer
         self._parts = _parts(layer)
         self._drafts = isinstance(layer.mlp.down_proj, LowBitLinear)
-        self._rows = DRAFT_ROWS if self._drafts else (1,)
+        self._rows = STEP_ROWS if self._drafts else (1,)
         self._found: dict[tuple[Any, ...], LayerWeights[torch.Tensor] | DraftLayer | None] = {}
         self.agrees: bool | None = None
         self._gives_tuple = False

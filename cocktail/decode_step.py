@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 
 from cocktail.attention import forward_logits
 from cocktail.cpu_modules import compiled_layers
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import causal_rows, extend
 
-# Rows of a step that get a graph of their own.
-GRAPH_ROWS = (1, 2, 4, 8)
 _WARM_UPS = 2
 _MAX_REASON_CHARS = 200
 
@@ -116,7 +115,7 @@ class DecodeStep:
             ids: [rows], int64, rows >= 1.
         """
         rows, first, length = ids.shape[0], self.cache.tail_len, self.cache.get_seq_length()
-        if self.why_eager is not None or rows not in GRAPH_ROWS:
+        if self.why_eager is not None or rows not in STEP_ROWS:
             return extend(self._model, self.cache, ids)
         positions = torch.arange(length, length + rows, device=self.cache.device)
         mask = causal_rows(first, rows, self.cache.device) if rows > 1 else None
@@ -139,7 +138,7 @@ class DecodeStep:
         """
         rows = ids.shape[0]
         key = rows, mask is not None
-        if self.why_eager is None and rows in GRAPH_ROWS and key not in self._steps:
+        if self.why_eager is None and rows in STEP_ROWS and key not in self._steps:
             self._capture(ids, positions, start, mask)
         if self.why_eager is not None or key not in self._steps:
             self.cache.begin_tail(start, mask, positions)

@@ -15,6 +15,7 @@ import torch
 from cocktail.decode_step import DecodeStep
 from cocktail.draft_costs import Calibration, RowTimes, best_size, greedy_guess, ngram_guess, probability_grade
 from cocktail.draft_tree import NGRAM, SELF, DraftTree
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kv_cache import MixedKVCache
 from cocktail.ngram import MAX_MATCH, NgramIndex
 from cocktail.prefill import spans
@@ -23,8 +24,7 @@ from cocktail.verify import DRAFT
 
 # Tokens that a draft with a cache of its own takes in at a time.
 FOLLOWED_ROWS = 64
-# Rows of a draft step, and children that a node gets at most.
-WIDTHS = (1, 2, 4, 8)
+# Children that a node gets at most.
 MAX_CHILDREN = 6
 # What a node must be worth to be added.
 MIN_WORTH = 0.01
@@ -114,7 +114,7 @@ class ModelDraft:
     @torch.inference_mode()
     def warm_up(self, token: int, max_rows: int) -> None:
         """Runs a step of each width, so that nothing that happens once is taken for what a step needs."""
-        for rows in (WIDTHS[0], *WIDTHS):
+        for rows in (STEP_ROWS[0], *STEP_ROWS):
             if rows <= max_rows:
                 tree = DraftTree(token)
                 nodes = [0, *(tree.add(0, child, 1.0, self.source, (self.source, 0)) for child in range(rows - 1))]
@@ -186,7 +186,7 @@ class ModelDraft:
 
     def _width(self, worths: list[float]) -> int:
         """The rows of the next step that gain most a second."""
-        widths = [width for width in WIDTHS if width <= len(worths)]
+        widths = [width for width in STEP_ROWS if width <= len(worths)]
         return max(widths, key=lambda width: sum(worths[:width]) / self.times(width), default=0)
 
     def _pays(self, worths: list[float], rows: list[float], spent: float, verify: RowTimes) -> bool:
@@ -229,12 +229,7 @@ class ModelDraft:
         """Logits after some nodes, [rows, vocab_size]; the slots that they are written to follow those before."""
         cache = self.cache
         tail_len, device = cache.tail_len, cache.device
-        held = {**slots, **{node: first + row for row, node in enumerate(rows)}}
-        stop = tail_len + first + len(rows)
-        mask = torch.zeros((len(rows), stop), dtype=torch.bool)
-        mask[:, :tail_len] = True
-        for row, node in enumerate(rows):
-            mask[row, [tail_len + held[above] for above in tree.path(node)]] = True
+        mask = tree.mask(rows, {**slots, **{node: first + row for row, node in enumerate(rows)}}, tail_len)
         ids = self._ids([tree[node].token for node in rows])
         positions = torch.tensor([tree[node].depth for node in rows], device=device) + cache.get_seq_length()
         with self._view():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,20 +96,19 @@ class DraftTree:
             smaller.nodes[parent].children[node.token] = numbers[index]
         return smaller
 
-    def mask(self, rows: Iterable[int], first: int, width: int, device: torch.device | str) -> torch.Tensor:
+    def mask(self, rows: Sequence[int], places: Mapping[int, int] | Sequence[int], first: int) -> torch.Tensor:
         """Which tail slots nodes see: the committed ones, their ancestors and themselves.
 
         Args:
             rows: nodes.
+            places: of these nodes and their ancestors: slots behind the committed ones.
             first: committed slots.
-            width: of the mask; node i is column first + i.
 
         Returns:
-            [rows, width], bool.
+            [rows, slots up to the last place of a row], bool, on the CPU.
         """
-        paths = [self.path(row) for row in rows]
-        mask = torch.zeros((len(paths), width), dtype=torch.bool)
+        mask = torch.zeros((len(rows), first + 1 + max(places[row] for row in rows)), dtype=torch.bool)
         mask[:, :first] = True
-        for row, path in enumerate(paths):
-            mask[row, torch.tensor(path) + first] = True
-        return mask.to(device)
+        for row, node in enumerate(rows):
+            mask[row, [first + places[above] for above in self.path(node)]] = True
+        return mask

@@ -30,6 +30,7 @@ def make_speculator(
     loaded: LoadedModel,
     cache: MixedKVCache,
     suffix_ids: Sequence[int],
+    sampler: Sampler,
     config: Config,
     note: Callable[[str], None],
     draft_cache: MixedKVCache | None = None,
@@ -41,7 +42,6 @@ def make_speculator(
     """
     if not job.drafted_tokens:
         return None
-    sampler = Sampler(config.temperature, config.top_k, config.top_p, config.seed)
     calibration, offload = Calibration(), loaded.offload
     streamed = offload is not None and offload.stream is not None
     draft = None
@@ -119,8 +119,8 @@ def speculation_stats(
         plain_rounds=counts.plain_rounds,
         mean_depth=_rounded(counts.mean_depth),
         lengths={str(length): count for length, count in sorted(counts.lengths.items())},
-        by_depth={str(depth): list(pair) for depth, pair in sorted(counts.by_depth.items())},
-        by_source={source: list(pair) for source, pair in sorted(counts.by_source.items())},
+        by_depth={str(depth): list(pair) for depth, pair in counts.by_depth.items()},
+        by_source={source: list(pair) for source, pair in counts.by_source.items()},
         block_efficiency=_rounded(counts.block_efficiency),
         memory_bound_speedup=_rounded(speculator.memory_bound_speedup),
         draft_steps=counts.draft_steps,

@@ -284,7 +284,9 @@ def _generate(
     from cocktail.drafting import make_speculator, speculation_stats
     from cocktail.sampling import Sampler
 
-    speculator = make_speculator(job, loaded, cache, job.reading.suffixes[index], config, reporter.note, draft_cache)
+    sampler = Sampler(config.temperature, config.top_k, config.top_p, config.seed)
+    suffix_ids = job.reading.suffixes[index]
+    speculator = make_speculator(job, loaded, cache, suffix_ids, sampler, config, reporter.note, draft_cache)
     stream = None if loaded.offload is None else loaded.offload.stream
     waited = 0.0 if stream is None else stream.stats.waited_seconds
 
@@ -300,7 +302,7 @@ def _generate(
             loaded.tokenizer,
             cache,
             logits,
-            sampler=Sampler(config.temperature, config.top_k, config.top_p, config.seed),
+            sampler=sampler,
             eos_token_ids=loaded.eos_token_ids,
             stop=config.stop,
             max_tokens=config.max_tokens,

@@ -21,9 +21,6 @@ class NgramIndex:
         self._behind: dict[tuple[int, int], list[int]] = {}
         self.extend(tokens)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
         for token in tokens:

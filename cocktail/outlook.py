@@ -107,14 +107,13 @@ class Outlook:
         self.geometry = self.planner.geometry(lengths)
         self.windowed = sum(window is not None for window in self.geometry.windows)
         self.policy = "fp16" if self.windowed == self.geometry.num_layers else config.kv
-        self.kv = self._choices(self.policy, may_lower=has_budget)
+        self.kv = self._choices(lengths, self.policy, may_lower=has_budget)
         self.workload = self.planner.workload(lengths, self.kv)
         # Where a budget has no room for drafted tokens either.
         self._without_draft: Workload | None = None
         if lengths.drafted and has_budget and not config.draft_model:
-            self.lengths = replace(lengths, drafted=0)
-            self._without_draft = self.planner.workload(self.lengths, self._choices(self.policy, may_lower=True))
-            self.lengths = lengths
+            shorter = replace(lengths, drafted=0)
+            self._without_draft = self.planner.workload(shorter, self._choices(shorter, self.policy, may_lower=True))
         self.why_no_self_draft = why_no_self_draft(config) or self.planner.why_no_substitutes
         # In turns: a self-draft that was asked for is planned even where none is predicted to be faster.
         self._drafts: tuple[tuple[Draft, ...], ...] = ((NO_DRAFT,),)
@@ -179,9 +178,9 @@ class Outlook:
                 alone = ContextLayout(0, int(chosen.sum()), layout.chunk_size, 0)
                 kept = BitPlan(policy, bits.k_bits[:, chosen], bits.v_bits[:, chosen])
                 by_precision[label] = segment_bytes(self.geometry, alone, kept, self._itemsize)
-        total = self._choices(policy, may_lower=False)[0].nbytes
+        total = self._choices(self.lengths, policy, may_lower=False)[0].nbytes
         fp16 = 2 * self.geometry.values_per_token * self.lengths.total
         return KvBytes(policy, bits.counts(), by_precision, total - sum(by_precision.values()), total, fp16)
 
-    def _choices(self, policy: str, *, may_lower: bool) -> tuple[KvChoice, ...]:
-        return self.planner.kv_choices(self.lengths, policy, self.bits, may_lower=may_lower)
+    def _choices(self, lengths: Lengths, policy: str, *, may_lower: bool) -> tuple[KvChoice, ...]:
+        return self.planner.kv_choices(lengths, policy, self.bits, may_lower=may_lower)

@@ -13,9 +13,10 @@ import torch
 
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
-from cocktail.draft import FOLLOWED_ROWS, WIDTHS
+from cocktail.draft import FOLLOWED_ROWS
 from cocktail.dry_run import DryRun
 from cocktail.errors import BudgetError
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.offload.budget import (
     ALLOCATION_STEP,
     ALLOCATOR_BYTES,
@@ -176,11 +177,13 @@ class Planner:
         rows = max(lengths.suffix, min(FOLLOWED_ROWS, lengths.tail))
         reads = self.workload(replace(lengths, suffix=rows, drafted=0), [kv]).activations(DRAFT_SEGMENT_TOKENS, False)
         # Logits of a step's rows in the run's dtype, then beside them float32 ones and their probabilities.
-        drafts = min(max(WIDTHS), 1 + lengths.drafted) * vocab_size * (itemsize + 8) + vocab_size * DRAW_BYTES
+        drafts = min(max(STEP_ROWS), 1 + lengths.drafted) * vocab_size * (itemsize + 8) + vocab_size * DRAW_BYTES
         positions = 8 * (lengths.tail + lengths.drafted)
         held = self.size.nbytes + kv.nbytes + positions
         if self._on_card:
-            held += len(self.size.layers) * ALLOCATION_STEP + GRAPH_POOL_BYTES + 2 * sum(WIDTHS) * vocab_size * itemsize
+            held += (
+                len(self.size.layers) * ALLOCATION_STEP + GRAPH_POOL_BYTES + 2 * sum(STEP_ROWS) * vocab_size * itemsize
+            )
         return DraftModelNeeds(held, max(reads.nbytes, drafts) + target_vocab_size * itemsize)
 
     def refusal(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> BudgetError:

@@ -45,7 +45,7 @@ class Limits:
         nodes: of a tree, the root included.
         min_acceptance: accepted levels of verified ones below which drafting pauses; None: only the gain counts.
         min_gain: tokens a second against plain decoding below which drafting pauses; None: it never does.
-        always: draft even where plain decoding promises more, as a benchmark wants it.
+        always: draft even where plain decoding promises more, so that what is drafted does not depend on times.
         steps: draft steps of a round, exactly; None: as many as pay.
         rejects: verify chains of `steps` tokens by rejection sampling instead.
     """
@@ -153,7 +153,7 @@ class Speculator:
                 self.counts.wasted_seconds += drafted
                 self._remember(1, 0, 0, drafted + self._clock() - began)
             return tokens
-        return self._verified(tree, drafted, self._matched(tree))
+        return self._verified(tree, drafted, lambda logits, at: match(tree, logits, self._sampler, at))
 
     def _may_draft(self) -> bool:
         if self._draft is None and self._ngram is None:
@@ -171,10 +171,9 @@ class Speculator:
             self._ngram.grow(tree, depth, nodes)
         spent, steps = 0.0, 0
         if self._draft is not None:
-            before, began = self._draft.steps, self._clock()
-            self._catch_up()
-            following, position = self._clock() - began, self.cache.get_seq_length() + 1
-            spent = following + self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps)
+            before, position = self._draft.steps, self.cache.get_seq_length() + 1
+            spent = self._catch_up()
+            spent += self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps)
             steps = self._draft.steps - before
         self.counts.draft_steps += steps
         # A child is never worth more than its parent, and stands behind it: the best ones are a tree.
@@ -188,24 +187,22 @@ class Speculator:
         pays = rate > 1 / self._verify(1) or self.counts.wasted_seconds < _TRIALS * self.counts.plain_seconds
         return tree.pruned(order[:size]) if size > 1 and (pays or steps) else DraftTree(token)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self) -> float:
+        """Shows the draft what was committed since it drafted; the seconds that takes."""
         assert self._draft is not None
+        began = self._clock()
         self._draft.follow(self._behind)
         self._behind.clear()
+        return self._clock() - began
 
     def _rejection_round(self, token: int, depth: int) -> list[int]:
         assert self._draft is not None
-        began = self._clock()
-        self._catch_up()
-        following, position = self._clock() - began, self.cache.get_seq_length() + 1
+        following = self._catch_up()
         steps = depth if self._limits.steps is None else min(depth, self._limits.steps)
-        tree, drawn_from, drafted = self._draft.chain(token, position, steps)
-        drafted += following
+        tree, drawn_from, seconds = self._draft.chain(token, self.cache.get_seq_length() + 1, steps)
         self.counts.draft_steps += steps
+        drafted = following + seconds
         return self._verified(tree, drafted, lambda logits, at: reject(tree, logits, drawn_from, self._sampler, at))
-
-    def _matched(self, tree: DraftTree) -> Judge:
-        return lambda logits, at: match(tree, logits, self._sampler, at)
 
     def _verified(self, tree: DraftTree, drafted: float, judge: Judge) -> list[int]:
         began = self._clock()
@@ -245,9 +242,9 @@ class Speculator:
     def _remember(self, emitted: int, accepted: int, levels: int, seconds: float) -> None:
         """Takes a round into the rolling figures, and pauses drafting where they say that it does not pay."""
         self._recent.append((emitted, accepted, levels, seconds))
-        emitted, accepted, levels, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         if len(self._recent) < _WINDOW // 2:
             return
+        emitted, accepted, levels, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         gain, limits = emitted * self._verify(1) / seconds, self._limits
         why = None
         if limits.min_acceptance is not None and levels >= _MIN_LEVELS and accepted < limits.min_acceptance * levels:

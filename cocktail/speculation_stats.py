@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 from cocktail.draft_tree import DraftTree
 
@@ -19,8 +20,8 @@ class SpeculationCounts:
         accepted: nodes accepted.
         levels: depths of the verified trees, summed: the most that could have been accepted.
         lengths: rounds by the tokens that they emitted.
-        by_depth: at each depth, trees that reached it and those accepted to it.
-        by_source: for each source, nodes verified and accepted.
+        reached, taken: trees by each depth that they reached, and that they were accepted to.
+        verified_by, accepted_by: nodes by their source.
         draft_steps: passes of the draft.
         draft_seconds, verify_seconds, plain_seconds: time in each.
         wasted_seconds: of rounds that took longer than plain decoding takes for the tokens that they emitted.
@@ -32,8 +33,10 @@ class SpeculationCounts:
     accepted: int = 0
     levels: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
-    by_depth: dict[int, tuple[int, int]] = field(default_factory=dict)
-    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+    reached: Counter[int] = field(default_factory=Counter)
+    taken: Counter[int] = field(default_factory=Counter)
+    verified_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
     draft_steps: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -47,13 +50,29 @@ class SpeculationCounts:
         self.accepted += len(path) - 1
         self.levels += tree.depth
         self.lengths[emitted] += 1
-        for depth in range(1, tree.depth + 1):
-            reached, taken = self.by_depth.get(depth, (0, 0))
-            self.by_depth[depth] = reached + 1, taken + (depth < len(path))
-        accepted = set(path)
-        for index, node in enumerate(tree.nodes[1:], start=1):
-            verified, taken = self.by_source.get(node.source, (0, 0))
-            self.by_source[node.source] = verified + 1, taken + (index in accepted)
+        self.reached.update(range(1, tree.depth + 1))
+        self.taken.update(range(1, len(path)))
+        self.verified_by.update(node.source for node in tree.nodes[1:])
+        self.accepted_by.update(tree[node].source for node in path[1:])
+
+    @classmethod
+    def total(cls, several: Iterable[SpeculationCounts]) -> SpeculationCounts:
+        """Of several answers together."""
+        total = cls()
+        for counts in several:
+            for item in fields(cls):
+                setattr(total, item.name, getattr(total, item.name) + getattr(counts, item.name))
+        return total
+
+    @property
+    def by_depth(self) -> dict[int, tuple[int, int]]:
+        """At each depth, trees that reached it and those accepted to it."""
+        return {depth: (count, self.taken[depth]) for depth, count in sorted(self.reached.items())}
+
+    @property
+    def by_source(self) -> dict[str, tuple[int, int]]:
+        """For each source, nodes verified and accepted."""
+        return {source: (count, self.accepted_by[source]) for source, count in sorted(self.verified_by.items())}
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -71,6 +90,11 @@ class SpeculationCounts:
         return self.levels / self.rounds if self.rounds else None
 
     @property
+    def steps_per_round(self) -> float | None:
+        """Draft steps before a verification."""
+        return self.draft_steps / self.rounds if self.rounds else None
+
+    @property
     def block_efficiency(self) -> float | None:
         """Tokens for each pass of the target, those without a draft included."""
         passes = self.rounds + self.plain_rounds
@@ -83,7 +107,6 @@ class SpeculationCounts:
             pass_over_step: r, a pass of the target in draft steps; t are the tokens of a verification and d the draft
                 steps before it.
         """
-        if not self.rounds or self.mean_acceptance_length is None:
+        if self.mean_acceptance_length is None or self.steps_per_round is None:
             return None
-        steps = self.draft_steps / self.rounds
-        return self.mean_acceptance_length * pass_over_step / (steps + pass_over_step)
+        return self.mean_acceptance_length * pass_over_step / (self.steps_per_round + pass_over_step)

@@ -42,10 +42,10 @@ def verification_logits(model: PreTrainedModel, cache: MixedKVCache, tree: Draft
     Keys and values of node i are written to tail slot tail_len + i, over those of the draft; none is committed.
     """
     first, length = cache.tail_len, cache.get_seq_length()
-    nodes = range(len(tree))
     ids = torch.tensor(tree.tokens, device=cache.device)
     positions = torch.tensor(tree.depths, device=cache.device) + length
-    mask = tree.mask(nodes, first, first + len(tree), cache.device) if len(tree) > 1 else None
+    nodes = range(len(tree))
+    mask = tree.mask(nodes, nodes, first).to(cache.device) if len(tree) > 1 else None
     cache.begin_tail(first, mask, positions)
     return forward_logits(model, ids, positions, cache, logits_to_keep=0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from cocktail.bench.draft_prompts import KINDS, Prompt, own_prompts, read_prompts
-from cocktail.bench.draft_result import PLAIN, DraftResult, DraftRow, DraftRun
+from cocktail.bench.draft_result import DraftResult, DraftRow, DraftRun
 from cocktail.bench.draft_variant import DEFAULT_VARIANTS, DraftVariant
 from cocktail.bench.machine import Machine, use_threads
-from cocktail.bench.streamed_decode import HostedModel, new_link, resident, streaming
+from cocktail.bench.streamed_decode import NO_LIMIT, HostedModel, check_resident, new_link, resident, streaming
 from cocktail.config import Config
 from cocktail.decode_step import DecodeStep
 from cocktail.document import read_document
@@ -50,8 +50,6 @@ from cocktail.stopwatch import Stopwatch
 from cocktail.substitute import DraftView, why_no_substitutes
 from cocktail.substitute_store import load_substitutes
 
-# More than any device holds: the model is loaded as for a budget, every layer to host memory.
-_NO_LIMIT = 2**60
 # Plain passes that are timed, the first one left out.
 _PLAIN_PASSES = 4
 # Fewer tokens say nothing of a rate.
@@ -93,7 +91,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
     if config.max_tokens < 2 * _LEAST_TOKENS:
         raise UsageError(f"--max-tokens is {config.max_tokens}; {2 * _LEAST_TOKENS} are needed at least.")
     use_threads(benchmark.threads)
-    config = replace(config, draft="auto", vram_bytes=_NO_LIMIT, vram_auto=False, link_bytes_per_second=None)
+    config = replace(config, draft="auto", vram_bytes=NO_LIMIT, vram_auto=False, link_bytes_per_second=None)
     document = request.read(reporter)
     folder = resolve_model(config.model, config, reporter)
     prompts = own_prompts(request.questions[0])
@@ -108,11 +106,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
 
     first = read(prompts[0])
     layers: int = first.hf_config.num_hidden_layers
-    if wrong := [count for count in benchmark.resident if count >= layers]:
-        raise UsageError(
-            f"--resident is {wrong[0]}, and the model has {layers} layers: none would be streamed.",
-            f"Give {layers - 1} or less.",
-        )
+    check_resident(benchmark.resident, layers)
     device, dtype = resolve_device_dtype(config, first.hf_config)
     tokens = len(first.tokenized.token_ids) + first.truncated_tokens
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
@@ -164,7 +158,7 @@ class _Bench:
     benchmark: DraftBenchmark
     config: Config
     reporter: Reporter
-    # What the drafts have learned of themselves, as it would go on in a long answer: one for each variant.
+    # Of all layers, by their form.
     substitutes: dict[str, Mapping[int, nn.Module]] = field(default_factory=dict)
 
     @torch.inference_mode()
@@ -172,11 +166,9 @@ class _Bench:
         """One prompt through all variants and numbers of resident layers."""
         hosted, loaded = self.hosted, self.hosted.loaded
         fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
-        hosted.cache = cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
-        ids, suffix = (torch.tensor(x, device=loaded.device) for x in (job.context_ids, job.reading.suffixes[0]))
         free = new_link(loaded.device, None)
         with closing(free), resident(hosted, (), free):
-            logits = prefill(loaded.model, cache, ids, suffix, job.plans[0], segment_tokens=job.segment_tokens)
+            hosted.cache, logits = self._read(job)
             expected, step_seconds = self._plain(logits, self.config.max_tokens)
         if len(expected) < _LEAST_TOKENS:
             return  # the answer is too short to tell a rate
@@ -258,7 +250,10 @@ class _Bench:
             every = self._substitutes(variant.form)
             chosen = every if variant.replaces_all else {index: every[index] for index in streamed}
             view = partial(DraftView, model, chosen)
-            own = cache if variant.shares_cache else self._own_cache(job, view)
+            own = cache
+            if not variant.shares_cache:
+                with view():
+                    own, _ = self._read(job)
             draft = ModelDraft(
                 DecodeStep(model, own, "timed alike"),
                 sampler,
@@ -273,7 +268,7 @@ class _Bench:
         limits = Limits(
             depth=nodes,
             nodes=nodes + 1,
-            min_gain=None if variant.name != PLAIN else 1.0,
+            min_gain=None,
             steps=variant.steps,
             rejects=variant.rejects,
         )
@@ -309,11 +304,10 @@ class _Bench:
             )
         return self.substitutes[form]
 
-    def _own_cache(self, job: Job, view: Any) -> MixedKVCache:
-        """The draft's own keys and values of the prompt."""
+    def _read(self, job: Job) -> tuple[MixedKVCache, torch.Tensor]:
+        """The prompt in a cache of its own, and its last logits."""
         loaded = self.hosted.loaded
         cache = MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
         ids, suffix = (torch.tensor(x, device=loaded.device) for x in (job.context_ids, job.reading.suffixes[0]))
-        with view() if view is not None else nullcontext():
-            prefill(loaded.model, cache, ids, suffix, job.plans[0], segment_tokens=job.segment_tokens)
-        return cache
+        logits = prefill(loaded.model, cache, ids, suffix, job.plans[0], segment_tokens=job.segment_tokens)
+        return cache, logits

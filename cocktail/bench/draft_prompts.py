@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,11 +79,5 @@ def _spaced(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 def _random_text(seed: int) -> str:
     """Lines of letters that mean nothing and seldom repeat."""
-    state, lines = seed + 1, []
-    for _ in range(_RANDOM_LINES):
-        line = ""
-        for _ in range(_RANDOM_CHARS):
-            state = (1103515245 * state + 12345) % 2**31
-            line += "abcdefghijklmnopqrstuvwxyz 0123456789"[state // 2**16 % 37]
-        lines.append(line)
-    return "\n".join(lines)
+    draw, letters = random.Random(seed), string.ascii_lowercase + string.digits + " "
+    return "\n".join("".join(draw.choices(letters, k=_RANDOM_CHARS)) for _ in range(_RANDOM_LINES))

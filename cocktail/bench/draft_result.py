@@ -56,21 +56,12 @@ class DraftRow:
     def record(self) -> dict[str, Any]:
         """The row as JSON; what was not measured is None."""
         runs, measured = self.runs, bool(self.runs)
-        rounds = sum(run.counts.rounds for run in runs)
-        levels = sum(run.counts.levels for run in runs)
-        accepted = sum(run.counts.accepted for run in runs)
-        steps = sum(run.counts.draft_steps for run in runs)
-        emitted = sum(run.tokens for run in runs)
-        in_rounds = sum(length * count for run in runs for length, count in run.counts.lengths.items())
+        counts = SpeculationCounts.total(run.counts for run in runs)
         seconds = sum(run.seconds for run in runs)
         drafting = [run.draft_step_seconds for run in runs if run.draft_step_seconds]
-        ratio = (
-            statistics.median(run.pass_seconds / run.draft_step_seconds for run in runs if run.draft_step_seconds)
-            if drafting
-            else None
-        )
-        length, depth = (in_rounds / rounds, steps / rounds) if rounds else (None, None)
-        bound = length * ratio / (depth + ratio) if ratio and length is not None and depth is not None else None
+        ratios = [run.pass_seconds / run.draft_step_seconds for run in runs if run.draft_step_seconds]
+        ratio = statistics.median(ratios) if ratios else None
+        bound = None if ratio is None else counts.memory_bound_speedup(ratio)
         speedup = statistics.fmean(run.speedup for run in runs) if measured else None
         return {
             "variant": self.variant,
@@ -79,19 +70,19 @@ class DraftRow:
             "status": "failed" if self.reason else "measured" if measured else "not run",
             "reason": self.reason,
             "prompts": len(runs),
-            "tokens": emitted,
+            "tokens": sum(run.tokens for run in runs),
             "speedup": speedup,
             "speedup_low": min((run.speedup for run in runs), default=None),
             "speedup_high": max((run.speedup for run in runs), default=None),
-            "acceptance_length": length,
-            "acceptance_rate": accepted / levels if levels else None,
-            "draft_steps": depth,
-            "tree_nodes": 1 + sum(run.counts.drafted for run in runs) / rounds if rounds else None,
+            "acceptance_length": counts.mean_acceptance_length,
+            "acceptance_rate": counts.acceptance_rate,
+            "draft_steps": counts.steps_per_round,
+            "tree_nodes": 1 + counts.drafted / counts.rounds if counts.rounds else None,
             "pass_over_step": ratio,
             "bound": bound,
             "of_bound": speedup / bound if speedup and bound else None,
-            "draft_share": sum(run.counts.draft_seconds for run in runs) / seconds if seconds else None,
-            "wasted_share": sum(run.counts.wasted_seconds for run in runs) / seconds if seconds else None,
+            "draft_share": counts.draft_seconds / seconds if seconds else None,
+            "wasted_share": counts.wasted_seconds / seconds if seconds else None,
             "same_tokens": all(run.same for run in runs) if measured else None,
             "step_seconds": statistics.median(run.step_seconds for run in runs) if measured else None,
             "pass_seconds": statistics.median(run.pass_seconds for run in runs) if measured else None,

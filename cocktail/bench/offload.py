@@ -30,7 +30,17 @@ from cocktail.bench.offload_variant import (
     LinkChoice,
     parse_links,
 )
-from cocktail.bench.streamed_decode import Attach, DecodeRun, HostedModel, new_link, resident, streaming, synchronous
+from cocktail.bench.streamed_decode import (
+    NO_LIMIT,
+    Attach,
+    DecodeRun,
+    HostedModel,
+    check_resident,
+    new_link,
+    resident,
+    streaming,
+    synchronous,
+)
 from cocktail.bench.workload import choose_tokens, read_whole, stretch
 from cocktail.config import Config
 from cocktail.engine import Request
@@ -56,8 +66,6 @@ ATTACH: dict[str, Attach] = {
     WHOLE_MODEL: whole_model,
 }
 DEFAULT_TOKENS = 500
-# More than any device holds: the model is loaded as for a budget, every layer to host memory.
-_NO_LIMIT = 2**60
 _WARM_UP_PASSES = 2
 # Runs that the rate of a link as slow as the computation is taken from.
 _CALIBRATIONS = 3
@@ -153,13 +161,7 @@ def _check_cases(
     Raises:
         UsageError: They cannot, or none is.
     """
-    layers: int = whole.hf_config.num_hidden_layers
-    for count in resident:
-        if count >= layers:
-            raise UsageError(
-                f"--resident is {count}, and the model has {layers} layers: none would be streamed.",
-                f"Give {layers - 1} or less.",
-            )
+    check_resident(resident, whole.hf_config.num_hidden_layers)
     for link in links:
         rate = 1.0 if link.name in (EQUAL, UNLIMITED) else link.bytes_per_second
         check_link(replace(config, link_bytes_per_second=rate), device, emulated=device.type == "cpu")
@@ -174,7 +176,7 @@ def _measure_decoding(
 ) -> None:
     reading = result.reading
     # Nobody has asked for such a budget, so nothing is said of it.
-    job = plan_job(reading, replace(config, vram_bytes=_NO_LIMIT), SilentReporter())
+    job = plan_job(reading, replace(config, vram_bytes=NO_LIMIT), SilentReporter())
     plan = replace(job.residency, streamed=tuple(range(job.geometry.num_layers)))
     loaded = load_model(result.model, reading.hf_config, reading.tokenizer, config, reporter, plan=plan)
     with closing(loaded):

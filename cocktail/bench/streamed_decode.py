@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from cocktail.bench.bandwidth import wait_for
 from cocktail.bit_plan import BitPlan
 from cocktail.decode_step import DecodeStep
-from cocktail.errors import BudgetError
+from cocktail.errors import BudgetError, UsageError
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel
 from cocktail.offload.host_weights import LayerLayout, SlabLayer
@@ -23,6 +23,8 @@ from cocktail.offload.link import CudaLink, EmulatedLink, Link
 from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStream
 from cocktail.prefill import prefill
 
+# More than any device holds: the model is loaded as for a budget, every layer to host memory.
+NO_LIMIT = 2**60
 _WHY_EAGER = "the steps of all variants are the same"
 
 
@@ -155,6 +157,20 @@ class HostedModel:
         for index, layer in enumerate(self.layers):
             is_copied = index not in streamed and self.device.type == "cuda"
             layer.bind(layer.host.view.to(self.device) if is_copied else layer.host.view)
+
+
+def check_resident(counts: Sequence[int], layers: int) -> None:
+    """Returns if some of a model's layers are streamed beside each number of resident ones.
+
+    Raises:
+        UsageError: None would be.
+    """
+    for count in counts:
+        if count >= layers:
+            raise UsageError(
+                f"--resident is {count}, and the model has {layers} layers: none would be streamed.",
+                f"Give {layers - 1} or less.",
+            )
 
 
 def new_link(device: torch.device, bytes_per_second: float | None) -> Link:

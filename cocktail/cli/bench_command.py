@@ -47,6 +47,15 @@ Question = Annotated[
         rich_help_panel="Document",
     ),
 ]
+Resident = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--resident",
+        metavar="NUMBERS",
+        help="Layers that stay on the device, comma-separated and repeatable (default: 0).",
+        rich_help_panel=BENCHMARK,
+    ),
+]
 Repeats = Annotated[
     int, typer.Option("--repeats", metavar="N", min=1, help="Rounds over all variants.", rich_help_panel=BENCHMARK)
 ]

@@ -48,15 +48,7 @@ def bench_offload(
             rich_help_panel=BENCHMARK,
         ),
     ] = None,
-    resident: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--resident",
-            metavar="NUMBERS",
-            help="Layers that stay on the device, comma-separated and repeatable (default: 0).",
-            rich_help_panel=BENCHMARK,
-        ),
-    ] = None,
+    resident: bench_command.Resident = None,
     tokens: Annotated[
         int | None,
         typer.Option(

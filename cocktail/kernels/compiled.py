@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from cocktail.kernels.code_folder import CodeFolder
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 
 NOT_INSTALLED = "numba is not installed"
@@ -157,17 +158,17 @@ def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
 
 def _warm_up_draft(head_dim: int, dtype: torch.dtype, bits: int) -> None:
     """A substitute layer of one head, and its product as a module, which its first step is compared with."""
-    from cocktail.kernels.draft_layer_cpu import ROWS, DraftLayer
+    from cocktail.kernels.draft_layer_cpu import DraftLayer
     from cocktail.kernels.layer_weights import LayerWeights
     from cocktail.kernels.low_bit_linear import low_bit_linear
     from cocktail.kernels.low_bit_weight import GROUP_SIZE, quantize_weight
 
-    hidden = torch.zeros((max(ROWS), GROUP_SIZE), dtype=dtype)
+    hidden = torch.zeros((max(STEP_ROWS), GROUP_SIZE), dtype=dtype)
     norm, mlp = (hidden[0], 1.0), quantize_weight(torch.zeros((GROUP_SIZE, GROUP_SIZE)), bits)
     q = quantize_weight(torch.zeros((head_dim, GROUP_SIZE)), bits), None
     layer = DraftLayer(LayerWeights(norm, q, q, q, (mlp, None), None, None, norm, mlp, mlp, mlp, 1, 1, head_dim))
-    head = torch.zeros((1, max(ROWS), head_dim), dtype=dtype)
-    for rows in ROWS:
+    head = torch.zeros((1, max(STEP_ROWS), head_dim), dtype=dtype)
+    for rows in STEP_ROWS:
         layer.project(hidden[:rows], head[0], head[0], head.clone()[:, :rows], head.clone()[:, :rows])
         layer.finish(hidden[:rows], hidden[:rows])
     low_bit_linear(hidden[:1], mlp)

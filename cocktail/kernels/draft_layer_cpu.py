@@ -26,7 +26,6 @@ from cocktail.kernels.low_bit_tile import SPAN, TILE_OUTPUTS, multiply_tile
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 
 # Rows of a pass that there is code for.
-ROWS = (1, 2, 4, 8)
 # Up to so many products of a step one thread is done before others have begun.
 SERIAL_PRODUCTS = 1 << 17
 
@@ -235,7 +234,7 @@ class _Steps:
 
 
 class DraftLayer:
-    """A decoder layer that runs passes of `ROWS` rows.
+    """A decoder layer that runs passes of `STEP_ROWS` rows.
 
     Args:
         weights: matrices of one number of bits; they stay where they are.

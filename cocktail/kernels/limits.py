@@ -1,9 +1,11 @@
-"""How much the reference kernels unpack at a time; their temporary memory follows from it."""
+"""How much the kernels take at a time; temporary memory and what is compiled or captured follow from it."""
 
 from __future__ import annotations
 
 # Context tokens unpacked at a time, and bytes of float32 scores that all rows may make of them.
 MAX_TILE_TOKENS, MIN_TILE_TOKENS, SCORE_BYTES = 2048, 256, 16_000_000
+# Rows of a draft step, which compiled code and CUDA graphs are made for.
+STEP_ROWS = (1, 2, 4, 8)
 # Keys or values quantized at a time, and bytes that each of them takes meanwhile.
 QUANTIZE_VALUES, QUANTIZE_BYTES_PER_VALUE = 1 << 20, 20
 

@@ -216,7 +216,7 @@ def _attended(
 def _merged(
     result: torch.Tensor | None, lse: torch.Tensor | None, own: torch.Tensor, own_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of tokens from that over each, float32: [1, heads, rows, head_dim] and [1, heads, rows]."""
+    """Attention over two sets of tokens from each one's, float32: [1, heads, rows, head_dim] and [1, heads, rows]."""
     own = own.float()
     if result is None or lse is None:
         return own, own_lse

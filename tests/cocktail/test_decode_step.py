@@ -11,7 +11,8 @@ import torch
 
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
-from cocktail.decode_step import GRAPH_ROWS, DecodeStep, StepInputs, run_step
+from cocktail.decode_step import DecodeStep, StepInputs, run_step
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import causal_rows, extend, prefill
 
@@ -35,7 +36,7 @@ def read(model: Any, device: str = "cpu") -> MixedKVCache:
 def test_steps_on_device_numbers_equal_plain_passes(family: str, make_model: MakeModel) -> None:
     model = make_model(family, "cocktail")
     cache, plain = read(model), read(model)
-    inputs = {rows: StepInputs.empty(rows, cache, masked=rows > 1) for rows in GRAPH_ROWS}
+    inputs = {rows: StepInputs.empty(rows, cache, masked=rows > 1) for rows in STEP_ROWS}
     for step, rows in enumerate((1, 2, 1, 8, 4, 1)):
         ids = torch.arange(20 + step, 20 + step + rows)
         first, length = cache.tail_len, cache.get_seq_length()

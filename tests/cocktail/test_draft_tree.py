@@ -31,7 +31,7 @@ def test_worth_is_a_product_along_the_path() -> None:
 
 
 def test_a_row_sees_what_is_committed_its_ancestors_and_itself() -> None:
-    mask = small_tree().mask([0, 2, 3], 2, 6, "cpu")
+    mask = small_tree().mask([0, 2, 3], range(4), 2)
     expected = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]], dtype=torch.bool)
     assert torch.equal(mask, expected)
 

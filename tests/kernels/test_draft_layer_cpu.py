@@ -12,8 +12,9 @@ import torch.nn.functional as F
 pytest.importorskip("numba")
 
 from cocktail.kernels import draft_layer_cpu as module
-from cocktail.kernels.draft_layer_cpu import ROWS, DraftLayer
+from cocktail.kernels.draft_layer_cpu import DraftLayer
 from cocktail.kernels.layer_weights import LayerWeights
+from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kernels.low_bit_linear_ref import low_bit_linear_ref
 from cocktail.kernels.low_bit_weight import WEIGHT_BITS, LowBitWeight, quantize_weight
 from tests.kernels.closeness import assert_close_rms
@@ -112,7 +113,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_steps_are_those_of_torch(shape: str, bits: int, dtype: torch.dtype, extras: bool) -> None:
     layer = random_layer(shape, bits, dtype, extras)
     compiled, tolerance = DraftLayer(layer), TOLERANCE[dtype]
-    for rows in ROWS:
+    for rows in STEP_ROWS:
         x, cos, sin, attended = random_rows(layer, rows)
         held = torch.zeros((2, layer.num_kv_heads, rows + 5, layer.head_dim), dtype=dtype)
         slots = held[:, :, 3 : 3 + rows]
@@ -142,7 +143,7 @@ def test_a_row_is_the_same_beside_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", STEP_ROWS)
 def test_nan_in_one_row_is_nan_there_and_nowhere_else(rows: int, dtype: torch.dtype) -> None:
     layer = random_layer("gqa3", 3, dtype, extras=True)
     compiled = DraftLayer(layer)
