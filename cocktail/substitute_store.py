@@ -27,10 +27,10 @@ from cocktail.cpu_modules import use_cpu_kernels_in_drafts
 from cocktail.disk import check_space, map_disk_errors
 from cocktail.errors import ModelError, UsageError
 from cocktail.exclusive import exclusive
-from cocktail.half_quadratic import quantize_half_quadratic
 from cocktail.interrupts import check_interrupt
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 from cocktail.kernels.nf4_linear import Nf4Weight, quantize_nf4
+from cocktail.low_bit_fit import quantize_fitted
 from cocktail.model_folder import ModelFolder, models_dir, safetensors_header, weight_files
 from cocktail.offload.host_weights import FileLayer, LayerLayout
 from cocktail.offloaded_model import Offload
@@ -63,7 +63,7 @@ def load_substitutes(
         folder: whose weights the model has.
         model: `why_no_substitutes` has none for these layers.
         indices: layer numbers.
-        bits: 2, 3 or 4 (half-quadratic, groups of 64), or "nf4".
+        bits: 2, 3 or 4 (fitted, groups of 64), or "nf4".
         offload: holds the model's weights, if an accelerator and host memory share them.
         config: its cache folder has the folder `substitutes`.
         reporter: receives the "substitutes" stage.
@@ -165,7 +165,7 @@ def _quantized(
         check_interrupt()
         weight = weights.read(index, f"{name}.weight")
         try:
-            held: Any = quantize_nf4(weight) if bits == "nf4" else quantize_half_quadratic(weight, bits, device)
+            held: Any = quantize_nf4(weight) if bits == "nf4" else quantize_fitted(weight, bits, device)
         except ImportError as error:
             raise UsageError(str(error)) from error
         except ValueError as error:

@@ -13,7 +13,7 @@ from cocktail.cli.app import run
 from cocktail.draft_tree import SELF, DraftTree
 from cocktail.errors import UsageError
 from cocktail.speculation_stats import SpeculationCounts
-from tests.cocktail.test_draft_model import TEXT, saved
+from tests.cocktail.drafted_runs import TEXT, saved
 
 
 @pytest.fixture(scope="session")

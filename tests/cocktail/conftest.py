@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from cocktail import attention
+from cocktail import attention, drafting
+from cocktail.speculate import Limits
+from tests.cocktail.drafted_runs import saved
 
 SMALL: dict[str, Any] = {
     "vocab_size": 384,
@@ -76,3 +79,19 @@ def family(request: pytest.FixtureRequest) -> str:
 def make_model() -> Callable[..., PreTrainedModel]:
     """`tiny_model`."""
     return tiny_model
+
+
+@pytest.fixture(scope="session")
+def target_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
+    return saved(tmp_path_factory.mktemp("models") / "target", tiny_folder, 3, **sizes)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting goes on whether or not it pays, so that nothing depends on the machine."""
+
+    def limits(**options: Any) -> Limits:
+        return Limits(**{**options, "always": True, "min_gain": None, "min_acceptance": None})
+
+    monkeypatch.setattr(drafting, "Limits", limits)

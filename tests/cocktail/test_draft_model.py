@@ -11,50 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from cocktail import draft_model, drafting, model, prefill
-from cocktail.answer import Answer
+from cocktail import draft_model, model, prefill
 from cocktail.bit_plan import FULL, BitPlan
 from cocktail.config import Config
-from cocktail.engine import Request, answer_questions
 from cocktail.errors import BudgetError, CocktailError, ModelError, UsageError
 from cocktail.job import Job
 from cocktail.kv_cache import MixedKVCache
-from cocktail.report import SilentReporter
-from cocktail.speculate import Limits
-
-TEXT = "\n\n".join(
-    [
-        "The mill stands by the river and grinds wheat for three villages.",
-        "Its wheel was cut from oak in the year 1843 by the carpenter Ilse Brandt.",
-        "Every spring the sluice is opened to let the ice through.",
-        "The miller keeps eleven cats against the mice.",
-    ]
-    * 3
-)
-QUESTIONS = ("Who cut the wheel?", "How many cats are there?")
-
-
-def saved(folder: Path, tiny_folder: Path, seed: int, **changes: Any) -> Path:
-    """The tiny model's tokenizer with another decoder."""
-    shutil.copytree(tiny_folder, folder)
-    config = AutoConfig.from_pretrained(folder)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    torch.manual_seed(seed)
-    decoder = AutoModelForCausalLM.from_config(config).bfloat16()
-    # A random model would be so unsure that none of its tokens were worth drafting.
-    decoder.lm_head.weight.data.mul_(30)
-    decoder.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def target_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
-    return saved(tmp_path_factory.mktemp("models") / "target", tiny_folder, 3, **sizes)
+from tests.cocktail.drafted_runs import QUESTIONS, TEXT, ask, least_budget, saved
 
 
 @pytest.fixture(scope="session")
@@ -88,31 +53,9 @@ def config(target_folder: Path, draft_folder: Path, tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting goes on whether or not it pays, so that nothing depends on the machine."""
-
-    def limits(**options: Any) -> Limits:
-        return Limits(**{**options, "always": True, "min_gain": None, "min_acceptance": None})
-
-    monkeypatch.setattr(drafting, "Limits", limits)
-
-
-@pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setattr(draft_model, "load_draft_model", lambda *_, **__: pytest.fail("weights were read"))
-
-
-def ask(path: Path, config: Config, *questions: str) -> list[Answer]:
-    return list(answer_questions(Request(str(path), questions or QUESTIONS[:1]), config, SilentReporter()))
-
-
-def least_budget(path: Path, config: Config, *questions: str) -> int:
-    """The smallest budget that streams every layer, with some room for an answer at another precision."""
-    with pytest.raises(BudgetError) as caught:
-        ask(path, replace(config, vram_bytes=1000), *questions)
-    size, unit = (caught.value.hint or "").split("--vram ")[1].split(" ")[0][:-2], {"kB": 1e3, "MB": 1e6}
-    return int(float(size) * unit[(caught.value.hint or "").split("--vram ")[1].split(" ")[0][-2:]])
 
 
 @pytest.mark.usefixtures("always")

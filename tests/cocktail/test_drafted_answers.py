@@ -5,28 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from cocktail import drafting
 from cocktail.answer import Answer
 from cocktail.cli.render import speculation_rows
 from cocktail.config import Config
-from cocktail.engine import Request, answer_questions
-from cocktail.report import SilentReporter
-from cocktail.speculate import Limits
-from tests.cocktail.test_draft_model import QUESTIONS, TEXT, least_budget, saved
+from tests.cocktail.drafted_runs import QUESTIONS, TEXT, ask, least_budget
 
 BITS = ("4", "3", "2", "nf4")
-
-
-@pytest.fixture(scope="session")
-def wide_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose matrices have low-bit forms."""
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
-    return saved(tmp_path_factory.mktemp("models") / "wide", tiny_folder, 3, **sizes)
 
 
 @pytest.fixture
@@ -37,9 +25,9 @@ def document(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def config(wide_folder: Path, tmp_path: Path) -> Config:
+def config(target_folder: Path, tmp_path: Path) -> Config:
     return Config(
-        model=str(wide_folder),
+        model=str(target_folder),
         dtype="float32",
         scorer="bm25",
         max_tokens=16,
@@ -49,20 +37,6 @@ def config(wide_folder: Path, tmp_path: Path) -> Config:
         restate=1,
         cache_dir=tmp_path / "cache",
     )
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting goes on whether or not it pays, so that nothing depends on the machine."""
-
-    def limits(**options: Any) -> Limits:
-        return Limits(**{**options, "always": True, "min_gain": None, "min_acceptance": None})
-
-    monkeypatch.setattr(drafting, "Limits", limits)
-
-
-def ask(path: Path, config: Config, *questions: str) -> list[Answer]:
-    return list(answer_questions(Request(str(path), questions or QUESTIONS[:1]), config, SilentReporter()))
 
 
 def streamed_budget(document: Path, config: Config) -> int:

@@ -23,8 +23,8 @@ from cocktail import interrupts, substitute_store
 from cocktail.checkpoint import SafetensorsCheckpoint
 from cocktail.config import Config
 from cocktail.errors import ModelError, UsageError
-from cocktail.half_quadratic import quantize_half_quadratic
 from cocktail.kernels.low_bit_weight import WEIGHT_BITS
+from cocktail.low_bit_fit import quantize_fitted
 from cocktail.model_folder import ModelFolder
 from cocktail.offload.ledger import Ledger
 from cocktail.offloaded_model import Offload
@@ -77,9 +77,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def count(weight: torch.Tensor, *args: Any) -> Any:
         shapes.append(tuple(weight.shape))
-        return quantize_half_quadratic(weight, *args)
+        return quantize_fitted(weight, *args)
 
-    monkeypatch.setattr(substitute_store, "quantize_half_quadratic", count)
+    monkeypatch.setattr(substitute_store, "quantize_fitted", count)
     return shapes
 
 
@@ -139,7 +139,7 @@ def test_what_is_kept_is_found_again_and_not_made_again(
     first, again = Recorder(), Recorder()
     found = load(folder, config, bits=bits, reporter=first)
     assert bits == "nf4" or len(made) == 3 * 7
-    monkeypatch.setattr(substitute_store, "quantize_half_quadratic", None)
+    monkeypatch.setattr(substitute_store, "quantize_fitted", None)
     monkeypatch.setattr(substitute_store, "quantize_nf4", None)
     assert same(load(folder, config, bits=bits, reporter=again), found)
     for reporter in (first, again):
@@ -156,7 +156,7 @@ def test_values_are_those_of_the_weights(folder: Path, config: Config) -> None:
     found = load(folder, config, model=model, bits=3)
     for index, layer in enumerate(model.model.layers):
         for name in low_bit_names(layer):
-            held = quantize_half_quadratic(layer.get_submodule(name).weight, 3)
+            held = quantize_fitted(layer.get_submodule(name).weight, 3)
             for part in ("codes", "scale", "zero"):
                 assert torch.equal(found[index][f"{name}.{part}"], getattr(held, part))
 
@@ -197,10 +197,10 @@ def test_an_interrupt_comes_between_two_matrices_of_a_layer(
 ) -> None:
     def interrupt(weight: torch.Tensor, *args: Any) -> Any:
         interrupts.received.append(2)
-        return quantize_half_quadratic(weight, *args)
+        return quantize_fitted(weight, *args)
 
     monkeypatch.setattr(interrupts, "received", [])
-    monkeypatch.setattr(substitute_store, "quantize_half_quadratic", interrupt)
+    monkeypatch.setattr(substitute_store, "quantize_fitted", interrupt)
     with pytest.raises(KeyboardInterrupt):
         load(folder, config)
     assert (len(interrupts.received), files(config)) == (1, [])

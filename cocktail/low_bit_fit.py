@@ -1,4 +1,4 @@
-"""Low-bit weights of linear layers that are fitted to the weights alone, without data, as half-quadratic solvers do."""
+"""Low-bit weights of linear layers that are fitted to the weights alone, without data, by alternating least squares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARES = {2: (1.0, 0.85, 0.7, 0.6), 3: (1.0, 0.9, 0.8, 0.7), 4: (1.0, 0.95, 0.9,
 _LEAST_VARIANCE = 1e-6
 
 
-def quantize_half_quadratic(weight: torch.Tensor, bits: int, device: torch.device | None = None) -> LowBitWeight:
+def quantize_fitted(weight: torch.Tensor, bits: int, device: torch.device | None = None) -> LowBitWeight:
     """A low-bit weight whose squared error is in no group above that of `quantize_weight`, and in most well below.
 
     Groups of 64 inputs w are fitted in turns:
