@@ -130,6 +130,7 @@ class Planner:
             kv=kv,
             device_context_bytes=CUDA_CONTEXT_BYTES if self._on_card else 0,
             allocator_bytes=ALLOCATOR_BYTES if self._on_card else 0,
+            heap_gaps=not (self._on_card or self._has_budget),
             step_graph_bytes=GRAPH_POOL_BYTES + vocab_bytes if self._on_card else 0,
             stored_context_bytes=(len(self.size.layers) - 1) * context * self._dtype.itemsize
             if self._keeps_context

@@ -130,7 +130,8 @@ class Workload:
         activations: what a prefill in segments of so many rows takes, with hidden states in host memory or not.
         kv: the policy that was asked for, then those to be tried if nothing else fits, best first.
         device_context_bytes: 0 where there is none.
-        allocator_bytes: what the allocator takes beyond tensors; each resident layer then rounds up too.
+        allocator_bytes: what a card's allocator takes beyond tensors; each resident layer then rounds up too.
+        heap_gaps: whether tensors lie in the C library's heap: what comes and goes leaves gaps as large as itself.
         step_graph_bytes: what graphs of decode steps take; they are captured only if every layer is resident.
         stored_context_bytes: unquantized keys and values of all other layers that stay on the device.
         drafted_tokens: that a verification holds beside the last one, counted in all parts.
@@ -141,6 +142,7 @@ class Workload:
     kv: Sequence[KvChoice]
     device_context_bytes: int = 0
     allocator_bytes: int = 0
+    heap_gaps: bool = False
     step_graph_bytes: int = 0
     stored_context_bytes: int = 0
     drafted_tokens: int = 0
@@ -311,7 +313,7 @@ def _estimate(
         rotary_tables=activations.rotary_tables,
         workspace=activations.workspace,
         device_context=workload.device_context_bytes,
-        allocator=workload.allocator_bytes + blocks,
+        allocator=workload.allocator_bytes + blocks + activations.workspace * workload.heap_gaps,
         step_graphs=graphs,
     )
 
