@@ -43,10 +43,13 @@ class NgramDraft:
     def grow(self, tree: DraftTree, max_depth: int, max_nodes: int) -> None:
         """Adds branches; the index must hold the root."""
         self._add(tree, 0, (), _BRANCHES, max_depth, max_nodes)
-        if len(tree) > 1:
-            deepest = max(range(len(tree)), key=lambda index: (tree[index].depth, tree[index].worth))
-            drafted = [tree[index].token for index in tree.path(deepest)[1:]]
-            self._add(tree, deepest, drafted, 1, max_depth, max_nodes)
+        self.extend(tree, max_depth, max_nodes)
+
+    def extend(self, tree: DraftTree, max_depth: int, max_nodes: int) -> None:
+        """Adds a branch to the tree's best leaf, which nothing else has an opinion on."""
+        leaf = tree.best_leaf
+        if leaf:
+            self._add(tree, leaf, [tree[index].token for index in tree.path(leaf)[1:]], 1, max_depth, max_nodes)
 
     def _add(
         self, tree: DraftTree, at: int, drafted: list[int] | tuple[()], count: int, max_depth: int, max_nodes: int
@@ -204,10 +207,14 @@ class ModelDraft:
         """Runs nodes and adds their children."""
         first = len(slots)
         logits = self._run(tree, rows, slots, first)
-        chances, ids = torch.softmax(logits.float(), dim=-1).topk(min(self._children, logits.shape[-1]), dim=-1)
+        probabilities = torch.softmax(logits.float(), dim=-1)
+        chances, ids = probabilities.topk(min(self._children, logits.shape[-1]), dim=-1)
         for row, (node, likeliest, tokens) in enumerate(zip(rows, chances.tolist(), ids.tolist(), strict=True)):
             slots[node] = first + row
             children = list(zip(tokens, likeliest, strict=True))
+            # What n-grams propose here is judged as well.
+            proposed = [token for token in tree[node].children if token not in tokens]
+            children += zip(proposed, probabilities[row, proposed].tolist(), strict=True)
             source = self.source
             if self._sampler.temperature > 0:
                 # The target will draw with the same random number: so the draft's own draw is the likeliest child.
@@ -222,7 +229,9 @@ class ModelDraft:
         grade = probability_grade(kind, probability)
         guess = greedy_guess(probability) if self._sampler.temperature == 0 else probability
         chance = self._calibration.chance(grade, guess)
-        if tree[node].worth * chance >= MIN_WORTH:
+        if token in tree[node].children:
+            tree.revalue(tree[node].children[token], chance, grade)
+        elif tree[node].worth * chance >= MIN_WORTH:
             tree.add(node, token, chance, self.source, grade)
 
     def _run(self, tree: DraftTree, rows: list[int], slots: dict[int, int], first: int) -> torch.Tensor:

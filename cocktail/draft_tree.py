@@ -60,6 +60,16 @@ class DraftTree:
         self.nodes.append(Node(token, parent, above.depth + 1, above.worth * chance, source, grade))
         return index
 
+    def revalue(self, index: int, chance: float, grade: tuple[str, int]) -> None:
+        """Gives a node another chance, of which more is known now; what stands below it is worth that much more."""
+        node = self.nodes[index]
+        before, node.worth, node.grade = node.worth, self.nodes[node.parent].worth * chance, grade
+        below = {index}
+        for number in range(index + 1, len(self.nodes)):
+            if self.nodes[number].parent in below:
+                below.add(number)
+                self.nodes[number].worth *= node.worth / before
+
     @property
     def tokens(self) -> list[int]:
         return [node.token for node in self.nodes]
@@ -77,6 +87,14 @@ class DraftTree:
     def worth(self) -> float:
         """Tokens that a verification is expected to emit: the bonus token and what the nodes are worth."""
         return sum(node.worth for node in self.nodes)
+
+    @property
+    def best_leaf(self) -> int:
+        """The end of the path that takes the likeliest child everywhere."""
+        index = 0
+        while children := self.nodes[index].children:
+            index = max(children.values(), key=lambda child: self.nodes[child].worth)
+        return index
 
     def path(self, index: int) -> list[int]:
         """The nodes from the root to a node."""

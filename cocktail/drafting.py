@@ -69,13 +69,6 @@ def make_speculator(
         ngram = NgramDraft(NgramIndex([*job.context_ids, *suffix_ids]), calibration)
     if draft is None and ngram is None:
         return None
-    limits = Limits(
-        depth=job.drafted_tokens,
-        nodes=job.drafted_tokens + 1,
-        min_acceptance=None if streamed else MIN_ACCEPTANCE,
-        steps=REJECTION_STEPS if rejects else None,
-        rejects=rejects,
-    )
     return Speculator(
         loaded.model,
         DecodeStep(loaded.model, cache, None if offload is None else offload.why_eager),
@@ -83,10 +76,21 @@ def make_speculator(
         calibration,
         ngram=ngram,
         draft=draft,
-        limits=limits,
+        limits=draft_limits(job.drafted_tokens, streamed=streamed, rejects=rejects),
         streamed=streamed,
         pass_seconds=job.residency.copy_seconds if streamed and draft is not None else None,
         note=note,
+    )
+
+
+def draft_limits(tokens: int, *, streamed: bool, rejects: bool) -> Limits:
+    """The limits of a run that drafts `tokens` at a time, at most."""
+    return Limits(
+        depth=tokens,
+        nodes=tokens + 1,
+        min_acceptance=None if streamed else MIN_ACCEPTANCE,
+        steps=REJECTION_STEPS if rejects else None,
+        rejects=rejects,
     )
 
 

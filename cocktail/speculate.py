@@ -175,6 +175,8 @@ class Speculator:
             spent = self._catch_up()
             spent += self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps)
             steps = self._draft.steps - before
+            if self._ngram is not None:
+                self._ngram.extend(tree, depth, 2 * nodes)
         self.counts.draft_steps += steps
         # A child is never worth more than its parent, and stands behind it: the best ones are a tree.
         order = sorted(range(len(tree)), key=lambda index: -tree[index].worth)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from cocktail.decode_step import DecodeStep
 from cocktail.document import read_document
 from cocktail.draft import MAX_CHILDREN, ModelDraft, NgramDraft
 from cocktail.draft_costs import Calibration
+from cocktail.drafting import draft_limits
 from cocktail.engine import Request
 from cocktail.errors import CocktailError, UsageError
 from cocktail.interrupts import check_interrupt
@@ -45,7 +46,7 @@ from cocktail.ready_kernels import ready_job_kernels
 from cocktail.report import Reporter, SilentReporter
 from cocktail.rope import fix_rope
 from cocktail.sampling import Sampler
-from cocktail.speculate import Limits, Speculator
+from cocktail.speculate import Speculator
 from cocktail.stopwatch import Stopwatch
 from cocktail.substitute import DraftView, why_no_substitutes
 from cocktail.substitute_store import load_substitutes
@@ -69,6 +70,7 @@ class DraftBenchmark:
         data: a folder with prompts, or None for the given document alone.
         kinds: of prompts.
         prompts: of each kind.
+        repeats: of each answer. If there are several, each is paired with a plain answer of its own, run just before.
         threads: of everything, or None for torch's own number.
     """
 
@@ -78,6 +80,7 @@ class DraftBenchmark:
     data: Path | None = None
     kinds: tuple[str, ...] = KINDS
     prompts: int = 3
+    repeats: int = 1
     threads: int | None = None
 
 
@@ -106,7 +109,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
 
     first = read(prompts[0])
     layers: int = first.hf_config.num_hidden_layers
-    check_resident(benchmark.resident, layers)
+    check_resident(benchmark.resident, layers, least_streamed=0)
     device, dtype = resolve_device_dtype(config, first.hf_config)
     tokens = len(first.tokenized.token_ids) + first.truncated_tokens
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
@@ -126,6 +129,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
         ratio=benchmark.ratio,
         max_tokens=config.max_tokens,
         temperature=config.temperature,
+        repeats=benchmark.repeats,
         rows=rows,
     )
     before = psutil.getloadavg()[0]
@@ -166,36 +170,48 @@ class _Bench:
         """One prompt through all variants and numbers of resident layers."""
         hosted, loaded = self.hosted, self.hosted.loaded
         fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
-        free = new_link(loaded.device, None)
-        with closing(free), resident(hosted, (), free):
+        with self._placed((), None):
             hosted.cache, logits = self._read(job)
-            expected, step_seconds = self._plain(logits, self.config.max_tokens)
+            expected, times = self._plain(logits, self.config.max_tokens)
         if len(expected) < _LEAST_TOKENS:
             return  # the answer is too short to tell a rate
+        step_seconds = statistics.median(times[1:])
         sizes = [layer.host.nbytes for layer in hosted.layers]
         rate = sum(sizes) / (self.benchmark.ratio * step_seconds)
         for count in self.benchmark.resident:
             streamed = spread(len(sizes), len(sizes) - count)
-            link = new_link(loaded.device, rate)
-            with closing(link), streaming(hosted, streamed, link):
-                _, pass_seconds = self._plain(logits, _PLAIN_PASSES)
-                for row, variant in zip(
-                    (row for row in rows if (row.kind, row.resident_layers) == (kind, count)),
-                    self.benchmark.variants,
-                    strict=True,
-                ):
-                    check_interrupt()
-                    try:
-                        run = self._run(job, variant, streamed, logits, expected, pass_seconds, step_seconds)
-                    except CocktailError as error:
-                        row.reason = error.message
-                    except RuntimeError as error:
-                        row.reason = "out of memory" if is_out_of_memory(error) else str(error).split("\n")[0]
-                    else:
-                        row.runs.append(run)
+            chosen = [row for row in rows if (row.kind, row.resident_layers) == (kind, count)]
+            with self._placed(streamed, rate):
+                for number in range(self.benchmark.repeats):
+                    pass_seconds = self._pass_seconds(logits, len(expected))
+                    for row, variant in zip(chosen, self.benchmark.variants, strict=True):
+                        check_interrupt()
+                        row.prompts += number == 0
+                        try:
+                            run = self._run(job, variant, streamed, logits, expected, pass_seconds, step_seconds)
+                        except CocktailError as error:
+                            row.reason = error.message
+                        except RuntimeError as error:
+                            row.reason = "out of memory" if is_out_of_memory(error) else str(error).split("\n")[0]
+                        else:
+                            row.runs.append(run)
 
-    def _plain(self, logits: torch.Tensor, count: int) -> tuple[list[int], float]:
-        """The first tokens, up to the end of the answer, and the median time of a pass."""
+    @contextmanager
+    def _placed(self, streamed: Sequence[int], rate: float | None) -> Iterator[None]:
+        """Streams layers over a link of its own of so many bytes a second; the others are on the device."""
+        link = new_link(self.hosted.device, rate)
+        attach = streaming if streamed else resident
+        with closing(link), attach(self.hosted, streamed, link):
+            yield
+
+    def _pass_seconds(self, logits: torch.Tensor, tokens: int) -> float:
+        """Of a plain pass: the median of a few, or where runs are paired, the mean of a whole answer."""
+        if self.benchmark.repeats == 1:
+            return statistics.median(self._plain(logits, _PLAIN_PASSES)[1][1:])
+        return statistics.fmean(self._plain(logits, tokens)[1])
+
+    def _plain(self, logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
+        """The first tokens, up to the end of the answer, and the times of the passes after the first token."""
         cache, sampler = self.hosted.cache, self._sampler()
         before, step, times = cache.tail_len, DecodeStep(self.hosted.model, cache, "timed alike"), list[float]()
         tokens = [sampler.draw(logits, cache.get_seq_length())]
@@ -208,7 +224,7 @@ class _Bench:
                 times.append(time.perf_counter() - began)
         finally:
             cache.trim(cache.tail_len - before)
-        return tokens, statistics.median(times[1:] or times or [1.0])
+        return tokens, times
 
     def _sampler(self) -> Sampler:
         config = self.config
@@ -246,8 +262,13 @@ class _Bench:
         hosted, calibration = self.hosted, Calibration()
         cache, model = hosted.cache, hosted.model
         draft = ngram = None
-        if variant.form is not None:
-            every = self._substitutes(variant.form)
+        form = variant.form
+        if variant.is_auto and not streamed:
+            form = None
+        if form is not None and not streamed:
+            raise UsageError("every layer is resident: there is nothing to substitute")
+        if form is not None:
+            every = self._substitutes(form)
             chosen = every if variant.replaces_all else {index: every[index] for index in streamed}
             view = partial(DraftView, model, chosen)
             own = cache
@@ -264,14 +285,9 @@ class _Bench:
             )
         if variant.uses_ngrams:
             ngram = NgramDraft(NgramIndex([*job.context_ids, *job.reading.suffixes[0]]), calibration)
-        nodes = self.config.draft_max
-        limits = Limits(
-            depth=nodes,
-            nodes=nodes + 1,
-            min_gain=None,
-            steps=variant.steps,
-            rejects=variant.rejects,
-        )
+        limits = draft_limits(self.config.draft_max, streamed=bool(streamed), rejects=variant.rejects)
+        if not variant.is_auto:
+            limits = replace(limits, min_acceptance=None, min_gain=None, steps=variant.steps)
         step = DecodeStep(model, cache, "timed alike")
         spec = Speculator(
             model,
@@ -282,7 +298,7 @@ class _Bench:
             draft=draft,
             limits=limits,
             streamed=bool(streamed),
-            pass_seconds=pass_seconds,
+            pass_seconds=None if draft is None else pass_seconds,
         )
         return spec, draft
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from cocktail.errors import DocumentError, UsageError
 
-DOCUMENT, SUMMARY, CODE, MATHS, CHAT, OTHER = "document", "summary", "code", "maths", "chat", "random"
-KINDS = (DOCUMENT, SUMMARY, CODE, MATHS, CHAT, OTHER)
+DOCUMENT, SUMMARY, CODE, MATHS, CHAT = "document", "summary", "code", "maths", "chat"
+LANGUAGES, OTHER = "languages", "random"
+KINDS = (DOCUMENT, SUMMARY, CODE, MATHS, CHAT, LANGUAGES, OTHER)
 _SUMMARY = "Summarize the most important points in a few sentences."
 _ASKED = {
     CODE: "Complete this Python function.",
@@ -21,6 +22,7 @@ _ASKED = {
     CHAT: "Answer this request.",
 }
 _FILES = {CODE: ("humaneval.jsonl", "prompt"), MATHS: ("gsm8k.jsonl", "question"), CHAT: ("mt_bench.jsonl", "turns")}
+_ENGLISH = "qa/xquad/docs/en.txt"
 _RANDOM_LINES, _RANDOM_CHARS = 60, 40
 
 
@@ -39,7 +41,9 @@ def own_prompts(question: str) -> list[Prompt]:
 
 
 def read_prompts(folder: Path, kinds: tuple[str, ...], count: int) -> list[Prompt]:
-    """`count` prompts of each kind from a data folder: `prompts/*.jsonl` and `qa/qmsum`; random strings are made.
+    """`count` prompts of each kind from a data folder: `prompts/*.jsonl`, `qa/qmsum`, `qa/xquad`.
+
+    Random strings are made; of languages other than English each prompt is in another one, as far as they go.
 
     Raises:
         UsageError: The folder lacks a file.
@@ -53,17 +57,25 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], count: int) -> list[Promp
             for record in _spaced(list(_records(folder / "prompts" / name)), count):
                 value = record[field]
                 prompts.append(Prompt(kind, _ASKED[kind], value[0] if isinstance(value, list) else value))
+        elif kind == LANGUAGES:
+            by_language = {record["document"]: record for record in _records(folder / "qa/xquad/questions.jsonl")}
+            for record in _spaced([by_language[name] for name in by_language if name != _ENGLISH], count):
+                prompts.append(Prompt(kind, record["question"], _document(folder, record)))
         else:
-            found = list(_records(folder / "qa" / "qmsum" / "questions.jsonl"))
+            found = list(_records(folder / "qa/qmsum/questions.jsonl"))
             for record in _spaced(found, count):
-                text = (folder / record["document"]).read_text(encoding="utf-8")
-                prompts.append(Prompt(kind, record["question"] if kind == DOCUMENT else _SUMMARY, text))
+                question = record["question"] if kind == DOCUMENT else _SUMMARY
+                prompts.append(Prompt(kind, question, _document(folder, record)))
     return prompts
+
+
+def _document(folder: Path, record: dict[str, Any]) -> str:
+    return (folder / record["document"]).read_text(encoding="utf-8")
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     if not file.is_file():
-        raise UsageError(f"{file} is missing.", "--data is a folder with prompts/*.jsonl and qa/qmsum.")
+        raise UsageError(f"{file} is missing.", "--data is a folder with prompts/*.jsonl, qa/qmsum and qa/xquad.")
     try:
         for line in file.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)

@@ -23,7 +23,8 @@ class DraftRun:
         tokens: emitted after the first.
         seconds: that they took.
         same: whether they are those of plain decoding.
-        pass_seconds: of a plain pass with the same streaming, in the same run.
+        pass_seconds: of a plain pass with the same streaming, in the same run; the mean of a whole answer just before
+            where answers are repeated.
         step_seconds: of a plain pass with everything resident.
         draft_step_seconds: of a draft step of one row, None without a model that drafts.
         counts: of the rounds.
@@ -45,12 +46,13 @@ class DraftRun:
 
 @dataclass
 class DraftRow:
-    """One variant on the prompts of one kind; `reason` says why there are no runs, or no more."""
+    """One variant on some prompts of one kind; `reason` says why there are no runs, or no more."""
 
     variant: str
     kind: str
     resident_layers: int
     reason: str | None = None
+    prompts: int = 0
     runs: list[DraftRun] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -69,9 +71,11 @@ class DraftRow:
             "resident_layers": self.resident_layers,
             "status": "failed" if self.reason else "measured" if measured else "not run",
             "reason": self.reason,
-            "prompts": len(runs),
+            "prompts": self.prompts,
+            "runs": len(runs),
             "tokens": sum(run.tokens for run in runs),
             "speedup": speedup,
+            "speedup_median": statistics.median(run.speedup for run in runs) if measured else None,
             "speedup_low": min((run.speedup for run in runs), default=None),
             "speedup_high": max((run.speedup for run in runs), default=None),
             "acceptance_length": counts.mean_acceptance_length,
@@ -103,6 +107,7 @@ class DraftResult:
     ratio: float
     max_tokens: int
     temperature: float
+    repeats: int
     rows: list[DraftRow]
     load_average: Sequence[float] = ()
     partial: bool = False
@@ -114,7 +119,7 @@ class DraftResult:
     def to_json(self) -> dict[str, Any]:
         """The result as JSON. A record of `variants` is a variant on the prompts of a kind and some resident layers.
 
-        `speedup` is plain decoding's time with the same streaming against it, the mean over prompts. With t the
+        `speedup` is plain decoding's time with the same streaming against it, the mean over answers. With t the
         `acceptance_length`, d the `draft_steps` of a round and r the `pass_over_step`, `bound` is t r / (d + r).
         """
         return {
@@ -130,6 +135,7 @@ class DraftResult:
                 "kv": self.kv_policy,
                 "max_tokens": self.max_tokens,
                 "temperature": self.temperature,
+                "repeats": self.repeats,
                 "pass_in_plain_steps": self.ratio,
             },
             "machine": {

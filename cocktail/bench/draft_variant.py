@@ -21,6 +21,8 @@ class DraftVariant:
         shares_cache: the draft writes into the target's KV cache.
         rejects: Leviathan's rule.
         steps: draft steps of a round, None for as many as pay.
+        is_auto: what a run does by itself: it pauses where drafting does not pay, and n-grams alone draft where every
+            layer is resident.
     """
 
     name: str
@@ -31,10 +33,11 @@ class DraftVariant:
     shares_cache: bool = True
     rejects: bool = False
     steps: int | None = None
+    is_auto: bool = False
 
 
 def _named() -> dict[str, DraftVariant]:
-    variants = [DraftVariant("ngram", uses_ngrams=True)]
+    variants = [DraftVariant("ngram", uses_ngrams=True), DraftVariant("auto", "4", uses_ngrams=True, is_auto=True)]
     for form in DRAFT_BITS:
         variants += [
             DraftVariant(f"self-{form}", form, uses_ngrams=True),

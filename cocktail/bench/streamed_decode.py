@@ -159,17 +159,18 @@ class HostedModel:
             layer.bind(layer.host.view.to(self.device) if is_copied else layer.host.view)
 
 
-def check_resident(counts: Sequence[int], layers: int) -> None:
-    """Returns if some of a model's layers are streamed beside each number of resident ones.
+def check_resident(counts: Sequence[int], layers: int, least_streamed: int = 1) -> None:
+    """Returns if at least so many of a model's layers are streamed beside each number of resident ones.
 
     Raises:
-        UsageError: None would be.
+        UsageError: Fewer would be.
     """
     for count in counts:
-        if count >= layers:
+        if count > layers - least_streamed:
+            too_many = f"--resident is {count}, and the model has {layers} layers"
             raise UsageError(
-                f"--resident is {count}, and the model has {layers} layers: none would be streamed.",
-                f"Give {layers - 1} or less.",
+                f"{too_many}: none would be streamed." if least_streamed else f"{too_many}.",
+                f"Give {layers - least_streamed} or less.",
             )
 
 

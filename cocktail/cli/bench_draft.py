@@ -27,7 +27,7 @@ def bench_draft(
         typer.Option(
             "--variants",
             metavar="NAMES",
-            help="Comma-separated: ngram; self, self-...-only (no n-grams), chain, rejection, no-layer-sharing, "
+            help="Comma-separated: ngram; auto; self, self-...-only (no n-grams), chain, rejection, no-layer-sharing, "
             "no-kv-sharing and nothing-shared, each with -4, -3, -2 or -nf4; or families: "
             f"{', '.join(FAMILIES)} (default: {', '.join(variant.name for variant in DEFAULT_VARIANTS)}).",
             rich_help_panel=BENCHMARK,
@@ -49,7 +49,7 @@ def bench_draft(
         typer.Option(
             "--data",
             metavar="FOLDER",
-            help="Take prompts from here (prompts/*.jsonl, qa/qmsum) in place of DOC.",
+            help="Take prompts from here (prompts/*.jsonl, qa/qmsum, qa/xquad) in place of DOC.",
             rich_help_panel=BENCHMARK,
         ),
     ] = None,
@@ -65,6 +65,16 @@ def bench_draft(
     prompts: Annotated[
         int, typer.Option("--prompts", metavar="N", min=1, help="Prompts of each kind.", rich_help_panel=BENCHMARK)
     ] = 3,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats",
+            metavar="N",
+            min=1,
+            help="Runs of each answer; several are each paired with a plain answer that is run just before.",
+            rich_help_panel=BENCHMARK,
+        ),
+    ] = 1,
     threads: bench_command.Threads = None,
     max_tokens: Annotated[
         int | None,
@@ -128,6 +138,7 @@ def bench_draft(
                 data=None if data is None else Path(data),
                 kinds=names,
                 prompts=prompts,
+                repeats=repeats,
                 threads=threads,
             )
             result = bench_draft(request, benchmark, config, reporter).to_json()

@@ -40,6 +40,7 @@ _COLUMNS = (
     Column("resident", _number("resident_layers"), 7),
     Column("variant", lambda record: record["variant"], 10),
     Column("speed-up", ratio_cell("speedup"), 9),
+    Column("median", ratio_cell("speedup_median"), 2),
     Column("range", _range, 2),
     Column("t", _number("acceptance_length", 2), 8),
     Column("d", _number("draft_steps", 1), 8),
@@ -51,7 +52,7 @@ _COLUMNS = (
     Column("drafting", share_cell("draft_share"), 3),
     Column("wasted", share_cell("wasted_share"), 3),
     Column("same", _same, 6),
-    Column("answers", _number("prompts"), 1),
+    Column("answers", _number("runs"), 1),
     Column("tokens", _number("tokens"), 1),
     Column("ms/pass", _milliseconds("pass_seconds"), 3),
     Column("ms/step", _milliseconds("step_seconds"), 3),
@@ -96,7 +97,7 @@ def _notes(result: Record) -> list[str]:
             "which is fixed before anything is drafted."
         )
     notes.append(
-        "speed-up: against plain decoding with the same streaming, in the same run, the mean over prompts; t: tokens "
+        "speed-up: against plain decoding with the same streaming, in the same run, the mean over answers; t: tokens "
         "of a verification, d: draft steps before it, r: a plain pass in draft steps; bound: t r / (d + r); same: the "
         "tokens of plain decoding."
     )

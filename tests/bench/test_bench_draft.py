@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cocktail.bench.draft_prompts import KINDS, read_prompts
 from cocktail.bench.draft_result import DraftRow, DraftRun
 from cocktail.bench.draft_variant import DEFAULT_VARIANTS, FAMILIES, VARIANTS, select_variants
 from cocktail.cli.app import run
@@ -45,6 +46,37 @@ def test_every_kind_of_draft_is_measured_and_finds_the_tokens_of_plain_decoding(
         assert row["bound"] is None or row["bound"] <= row["acceptance_length"]
 
 
+def test_answers_are_repeated_and_paired_and_auto_drafts_as_a_run_does(
+    wide_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "mill.txt"
+    document.write_text(TEXT, encoding="utf-8")
+    arguments = ["bench", "draft", str(document), "-m", str(wide_folder), "--variants", "auto,self-4", "-n", "12"]
+    arguments += ["--resident", "2,4", "--repeats", "3", "--dtype", "fp32", "--offline", "-o", "json"]
+    assert run([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 0
+    rows = json.loads(capsys.readouterr().out)["variants"]
+    assert len(rows) == 2 * 2 * 2
+    for row in rows:
+        if row["resident_layers"] == 4 and row["variant"] == "self-4":
+            assert row["status"] == "failed"
+            assert "nothing to substitute" in row["reason"]
+        elif row["status"] == "measured":
+            assert row["same_tokens"] is True
+            assert row["runs"] == 3 * row["prompts"]
+            assert row["speedup_low"] <= row["speedup_median"] <= row["speedup_high"]
+            # With every layer resident nothing but n-grams drafts.
+            assert (row["pass_over_step"] is None) == (row["resident_layers"] == 4)
+    assert any(row["status"] == "measured" for row in rows)
+
+
+def test_prompts_of_a_folder_are_of_the_kinds_that_are_asked_for(shared_data: Path) -> None:
+    prompts = read_prompts(shared_data, KINDS, 2)
+    assert [prompt.kind for prompt in prompts] == [kind for kind in KINDS for _ in range(2)]
+    languages = [prompt for prompt in prompts if prompt.kind == "languages"]
+    assert all(prompt.text and not prompt.text.isascii() for prompt in languages)
+    assert languages[0].text != languages[1].text
+
+
 def test_a_row_adds_its_runs_up() -> None:
     tree = DraftTree(1)
     first = tree.add(0, 2, 0.5, SELF, (SELF, 0))
@@ -80,7 +112,7 @@ def test_variants_are_chosen_by_name_or_family() -> None:
         (["--kinds", "poems", "--data", "."], "--kinds: 'poems' is not known."),
         (["--kinds", "code"], "--kinds is of a folder's prompts."),
         (["--data", "nowhere"], "is missing"),
-        (["--resident", "4"], "none would be streamed"),
+        (["--resident", "5"], "the model has 4 layers"),
         (["-n", "4"], "--max-tokens is 4"),
     ],
 )

@@ -30,6 +30,17 @@ def test_worth_is_a_product_along_the_path() -> None:
     assert (tree.depth, tree.depths, tree.path(3)) == (2, [0, 1, 1, 2], [0, 1, 3])
 
 
+def test_a_node_that_is_judged_again_takes_what_stands_below_it_along() -> None:
+    tree = small_tree()
+    tree.revalue(1, 0.1, (SELF, 3))
+    assert [node.worth for node in tree.nodes] == [1.0, 0.1, 0.25, 0.05]
+    assert tree[1].grade == (SELF, 3)
+    assert tree.best_leaf == 2
+    tree.revalue(1, 0.5, GRADE)
+    assert tree.best_leaf == 3
+    assert DraftTree(7).best_leaf == 0
+
+
 def test_a_row_sees_what_is_committed_its_ancestors_and_itself() -> None:
     mask = small_tree().mask([0, 2, 3], range(4), 2)
     expected = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]], dtype=torch.bool)

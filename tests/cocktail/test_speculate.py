@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,28 @@ def test_a_good_draft_is_drawn_on_until_it_stops_paying() -> None:
         lengths.append(spec.counts.draft_steps)
     assert lengths[0] >= lengths[1] > lengths[2]
     assert lengths[0] > 0
+
+
+def test_a_model_judges_what_n_grams_propose() -> None:
+    model = tiny_model("llama", "cocktail")
+    # Nothing repeats, and the model is sure of what it writes.
+    model.get_output_embeddings().weight.mul_(12)
+    cache, logits = read(model, 120)
+    sampler = Sampler(temperature=1.0, seed=3)
+    answer = emit_plain(model, cache, logits, sampler, 120)
+    # After each token of the answer stands what followed it, or something else.
+    astray = [token for pair in itertools.pairwise(answer) for token in (*pair, 5, 6, 7, 8)]
+    found = {}
+    for name, known in (("none", None), ("right", answer), ("astray", astray)):
+        cache, logits = read(model, 120)
+        spec = speculator(
+            model, cache, sampler, draft=disturbed(model, 0.02), ngram=known, limits=Limits(), streamed=True
+        )
+        assert emit(spec, logits, sampler, 120) == answer
+        found[name] = spec.counts
+    assert found["right"].draft_steps < found["none"].draft_steps
+    assert found["astray"].by_source["n-gram"][0] > 0
+    assert found["astray"].rounds <= 1.15 * found["none"].rounds
 
 
 class Weights:
