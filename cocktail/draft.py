@@ -30,6 +30,8 @@ MAX_CHILDREN = 6
 MIN_WORTH = 0.01
 # Of a node's worth, what its children are expected to be worth together.
 _COVERED = 0.9
+# Steps that are looked ahead to before the first one is made.
+MAX_LOOK_AHEAD = 16
 # Continuations at the root, and the tokens of one.
 _BRANCHES, _BRANCH_TOKENS = 3, 16
 
@@ -98,7 +100,7 @@ class ModelDraft:
         self._view, self._vocab_size, self._clock = view, vocab_size, clock
         self.source, self._shares_cache, self._children = source, shares_cache, children
         # A first guess that is soon replaced; further rows of a step read the same weights.
-        self.times = RowTimes(first=0.02, slope=0.05)
+        self.times = RowTimes(first=0.02, slope=0.1)
         self.steps = 0
 
     @property
@@ -114,18 +116,20 @@ class ModelDraft:
             with self._view():
                 self._step(self._ids(tokens[start:stop]))
 
-    @torch.inference_mode()
-    def warm_up(self, token: int, max_rows: int) -> None:
-        """Runs a step of each width, so that nothing that happens once is taken for what a step needs."""
-        for rows in (STEP_ROWS[0], *STEP_ROWS):
-            if rows <= max_rows:
-                tree = DraftTree(token)
-                nodes = [0, *(tree.add(0, child, 1.0, self.source, (self.source, 0)) for child in range(rows - 1))]
-                began = self._clock()
-                self._run(tree, nodes, {}, 0)
-                seconds = self._clock() - began
-                # The first pass of all may compile something.
-                self.times.replace(rows, seconds)
+    def may_pay(self, verify: RowTimes, chance: float = _COVERED) -> bool:
+        """Whether some number of draft steps promises more tokens a second than plain decoding.
+
+        Args:
+            verify: seconds of the target's pass by rows.
+            chance: that a step's best node is right, where those before it are.
+        """
+        tokens, added = 1.0, 1.0
+        for steps in range(1, MAX_LOOK_AHEAD + 1):
+            added *= chance
+            tokens += added
+            if tokens / (steps * self.times(1) + verify(1 + steps)) > 1 / verify(1):
+                return True
+        return False
 
     @torch.inference_mode()
     def grow(
@@ -136,6 +140,7 @@ class ModelDraft:
         max_nodes: int,
         verify: RowTimes,
         steps: int | None = None,
+        is_promising: bool = False,
     ) -> float:
         """Adds nodes below the root, which is not in the cache yet.
 
@@ -143,6 +148,7 @@ class ModelDraft:
             position: absolute position of the token after the root, in the target's sequence.
             verify: seconds of the target's pass by rows.
             steps: exactly so many draft steps; None: as many as pay.
+            is_promising: the first step is made whether or not it pays by itself.
 
         Returns:
             Seconds spent.
@@ -157,7 +163,10 @@ class ModelDraft:
             if not rows or done == steps:
                 break
             worths = [tree[index].worth for index in best]
-            if steps is None and not self._pays(worths, [tree[i].worth for i in rows], self._clock() - began, verify):
+            spent = self._clock() - began
+            # The first steps may have to be made together to pay.
+            begins = done == 0 and is_promising
+            if not (steps or begins or self._pays(worths, [tree[i].worth for i in rows], spent, verify)):
                 break
             started = self._clock()
             self._expand(tree, sorted(rows), slots, position)

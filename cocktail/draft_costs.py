@@ -27,24 +27,33 @@ class RowTimes:
     Args:
         first: what a pass of one row is taken to need until it is known.
         slope: what each further row adds, as a part of the pass of one row, until it is known.
+
+    Attributes:
+        several: what a pass of two rows is taken to need at least, until it is known: one of a single row may run in
+            compiled code.
     """
 
     def __init__(self, first: float, slope: float) -> None:
         self._first, self._slope = first, slope
         self._seconds: dict[int, float] = {}
+        self._again: set[int] = set()
+        self.several = 0.0
 
     def add(self, rows: int, seconds: float) -> None:
-        """Takes a measurement in."""
+        """Takes a measurement in. The first of so many rows may hold what happens once, and counts for little."""
         bucket = _bucket(rows)
         held = self._seconds.get(bucket)
         if held is None:
             self._seconds[bucket] = seconds
+        elif bucket not in self._again:
+            self._again.add(bucket)
+            self._seconds[bucket] = min(held, seconds)
         else:
             self._seconds[bucket] = held + _NEW * (min(seconds, _OUTLIER * held) - held)
 
-    def replace(self, rows: int, seconds: float) -> None:
-        """Takes a measurement in place of those before."""
-        self._seconds[_bucket(rows)] = seconds
+    def guess(self, seconds: float) -> None:
+        """Takes a better guess of what a pass of one row needs."""
+        self._first = seconds
 
     @property
     def known(self) -> bool:
@@ -54,14 +63,18 @@ class RowTimes:
         """Seconds of a pass; never fewer for more rows."""
         sizes = sorted(self._seconds)
         below, above = [size for size in sizes if size <= rows], [size for size in sizes if size > rows]
-        if not below:
-            # More rows are the most that fewer can take.
-            return min([self._first, *self._seconds.values()])
-        base = max(self._seconds[size] for size in below)
+        # More rows are the most that fewer can take.
+        most = min((self._seconds[size] for size in above), default=math.inf)
+        if not below and rows == 1:
+            return min(self._first, most)
+        if below and (rows == 1 or below[-1] > 1):
+            start, base = below[-1], max(self._seconds[size] for size in below)
+        else:
+            start, base = 2, max(self(1), min(self.several, most))
         if not above:
-            return base * (1 + self._slope * (rows - below[-1]))
+            return base * (1 + self._slope * (rows - start))
         rise = max(0.0, self._seconds[above[0]] - base)
-        return base + rise * (rows - below[-1]) / (above[0] - below[-1])
+        return base + rise * (rows - start) / (above[0] - start)
 
 
 def _bucket(rows: int) -> int:

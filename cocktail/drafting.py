@@ -43,7 +43,8 @@ def make_speculator(
     if not job.drafted_tokens:
         return None
     calibration, offload = Calibration(), loaded.offload
-    streamed = offload is not None and offload.stream is not None
+    stream = None if offload is None else offload.stream
+    streamed = stream is not None
     draft = None
     if loaded.draft_model is not None and draft_cache is not None:
         draft = ModelDraft(
@@ -79,6 +80,7 @@ def make_speculator(
         limits=draft_limits(job.drafted_tokens, streamed=streamed, rejects=rejects),
         streamed=streamed,
         pass_seconds=job.residency.copy_seconds if streamed and draft is not None else None,
+        waited=lambda: 0.0 if stream is None else stream.stats.waited_seconds,
         note=note,
     )
 

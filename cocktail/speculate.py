@@ -7,6 +7,7 @@ over the same KV cache emits (see `verify`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from cocktail.decode_step import DecodeStep
 from cocktail.draft import ModelDraft, NgramDraft
 from cocktail.draft_costs import Calibration, RowTimes, best_size
-from cocktail.draft_tree import DraftTree
+from cocktail.draft_tree import SELF, DraftTree
 from cocktail.kv_cache import MixedKVCache
 from cocktail.sampling import Sampler
 from cocktail.speculation_stats import SpeculationCounts
@@ -32,6 +33,14 @@ _WINDOW, _MIN_LEVELS = 8, 16
 _PAUSE, _LONGEST_PAUSE = 32, 256
 # Of the time since the start, what drafts that are not known to pay may waste.
 _TRIALS = 0.02
+# The chance that a level is accepted, before any was verified, and for how many levels that guess stands; the best that
+# can be hoped for; how much older levels count at each round; and the steps of a trial.
+_PRIOR_CHANCE, _PRIOR_LEVELS, _BEST_CHANCE, _LEVELS_KEPT, _TRIAL_STEPS = 0.9, 8, 0.97, 0.9, 4
+# A pass of several rows over streamed weights in one-row steps of a self-draft, at least: as measured on a CPU, where
+# those are compiled and passes of several rows are not.
+_SEVERAL = 3.0
+# A plain pass in draft steps, as both are expected, from which on it is not measured before anything is drafted.
+_PLAIN_TO_SEE = 10.0
 # Judges a tree by the target's logits, given the position of the token after the root.
 Judge = Callable[[torch.Tensor, int], Verdict]
 
@@ -72,6 +81,7 @@ class Speculator:
         limits: see there.
         streamed: whether the target's weights are streamed, so that rows of a pass cost little.
         pass_seconds: what a pass of one row is expected to take; None: one is run first, to know.
+        waited: seconds that the target has waited for streamed weights; None: not known.
         note: told once when drafting pauses, and why.
         clock: seconds.
     """
@@ -88,18 +98,21 @@ class Speculator:
         limits: Limits | None = None,
         streamed: bool = False,
         pass_seconds: float | None = None,
+        waited: Callable[[], float] | None = None,
         note: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model, self.step, self._sampler, self._calibration = model, step, sampler, calibration
         self._ngram, self._draft, self._limits = ngram, draft, limits or Limits()
-        self._note, self._clock = note, clock
+        self._waited, self._note, self._clock = waited, note, clock
         self.counts = SpeculationCounts()
         # A pass over streamed weights takes about as long for many rows as for one; a compiled step does not.
-        self._expected = pass_seconds
-        self._verify = RowTimes(first=pass_seconds or 0.1, slope=0.002 if streamed else 0.5)
+        self._expected, self._streamed = pass_seconds, streamed
+        self._verify = RowTimes(first=pass_seconds or math.inf, slope=0.002 if streamed else 0.5)
         self._recent: deque[tuple[int, int, int, float]] = deque(maxlen=_WINDOW)
         self._pause, self._paused, self._noted = _PAUSE, 0, False
+        # Levels that were accepted, and those that were verified behind accepted ones.
+        self._levels = 0.0, 0.0
         # Tokens that a draft with a cache of its own has not seen.
         self._behind: list[int] = []
         self.why_paused: str | None = None
@@ -138,19 +151,18 @@ class Speculator:
         nodes = min(self._limits.nodes, free)
         if depth < 1 or nodes < 2 or not self._may_draft():
             return self._plain(token)
-        if self._draft is not None and not self._draft.times.known:
-            self._draft.warm_up(token, nodes)
+        promising = self._draft is not None and self._is_promising(self._draft)
         if self._limits.rejects:
             return self._rejection_round(token, min(depth, nodes - 1))
         began = self._clock()
-        tree = self._grow(token, depth, nodes)
+        tree = self._grow(token, depth, nodes, promising)
         drafted = self._clock() - began
         if len(tree) == 1:
             began = self._clock()
             tokens = self._plain(token)
             if self._draft is not None:
                 self.counts.draft_seconds += drafted
-                self.counts.wasted_seconds += drafted
+                self.counts.add_saved(-drafted)
                 self._remember(1, 0, 0, drafted + self._clock() - began)
             return tokens
         return self._verified(tree, drafted, lambda logits, at: match(tree, logits, self._sampler, at))
@@ -161,19 +173,41 @@ class Speculator:
         if self._paused > 0:
             self._paused -= 1
             return False
-        # What a plain pass takes must be known before anything is compared with it.
-        return self._limits.always or self._verify.known or self._expected is not None
+        if self._limits.always or self._verify.known:
+            return True
+        # What a plain pass takes must be known before anything is compared with it, unless that is plain to see.
+        if self._expected is None:
+            return False
+        return self._draft is None or self._is_free or self._expected > _PLAIN_TO_SEE * self._draft.times(1)
 
-    def _grow(self, token: int, depth: int, nodes: int) -> DraftTree:
+    @property
+    def _is_free(self) -> bool:
+        """Whether drafting goes on whatever it costs."""
+        return self._limits.always or self._limits.steps is not None
+
+    def _is_promising(self, draft: ModelDraft) -> bool:
+        """Whether some draft steps are expected to pay, or may be tried because they would cost next to nothing."""
+        if self._is_free:
+            return True
+        if draft.source == SELF and self._streamed:
+            self._verify.several = _SEVERAL * draft.times(1)
+        accepted, verified = self._levels
+        if draft.may_pay(self._verify, (accepted + _PRIOR_CHANCE * _PRIOR_LEVELS) / (verified + _PRIOR_LEVELS)):
+            return True
+        cost = _TRIAL_STEPS * draft.times(1) + self._verify(1 + _TRIAL_STEPS)
+        affordable = self.counts.wasted_seconds + cost < _TRIALS * self.counts.plain_seconds
+        return affordable and draft.may_pay(self._verify, _BEST_CHANCE)
+
+    def _grow(self, token: int, depth: int, nodes: int, promising: bool) -> DraftTree:
         """A tree as large as it pays to verify; the root alone if plain decoding promises more."""
         tree = DraftTree(token)
         if self._ngram is not None:
             self._ngram.grow(tree, depth, nodes)
         spent, steps = 0.0, 0
-        if self._draft is not None:
+        if self._draft is not None and promising:
             before, position = self._draft.steps, self.cache.get_seq_length() + 1
             spent = self._catch_up()
-            spent += self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps)
+            spent += self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps, is_promising=True)
             steps = self._draft.steps - before
             if self._ngram is not None:
                 self._ngram.extend(tree, depth, 2 * nodes)
@@ -219,18 +253,24 @@ class Speculator:
         self.counts.add_round(tree, verdict.path, emitted)
         self.counts.draft_seconds += drafted
         self.counts.verify_seconds += seconds
-        excess = drafted + seconds - emitted * self._verify(1)
-        self.counts.wasted_seconds += max(0.0, excess)
-        self._remember(emitted, len(verdict.path) - 1, tree.depth, drafted + seconds)
+        self.counts.add_saved(emitted * self._verify(1) - drafted - seconds)
+        accepted = len(verdict.path) - 1
+        held = (_LEVELS_KEPT * count for count in self._levels)
+        # A level behind one that was refused says nothing.
+        self._levels = next(held) + accepted, next(held) + accepted + (accepted < tree.depth)
+        self._remember(emitted, accepted, tree.depth, drafted + seconds)
         return verdict.tokens
 
     def _plain(self, token: int) -> list[int]:
-        began = self._clock()
+        began, waited = self._clock(), 0.0 if self._waited is None else self._waited()
         logits = self.step(torch.tensor([token], device=self.cache.device))
         drawn = self._sampler.draw(logits, self.cache.get_seq_length())
         self._behind.append(token)
         seconds = self._clock() - began
         self._verify.add(1, seconds)
+        if self._draft is not None and not self._draft.times.known and self._waited is not None:
+            # A step of the draft is much like what such a pass computes.
+            self._draft.times.guess(seconds - (self._waited() - waited))
         self.counts.plain_rounds += 1
         self.counts.plain_seconds += seconds
         return [drawn]

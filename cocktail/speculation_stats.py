@@ -24,7 +24,9 @@ class SpeculationCounts:
         verified_by, accepted_by: nodes by their source.
         draft_steps: passes of the draft.
         draft_seconds, verify_seconds, plain_seconds: time in each.
-        wasted_seconds: of rounds that took longer than plain decoding takes for the tokens that they emitted.
+        wasted_seconds: that rounds took longer than plain decoding takes for the tokens that they emitted.
+        saved_seconds: that all rounds took less than plain decoding, or more where it is negative.
+        behind_seconds: by how much drafting was behind plain decoding at most, at any time.
     """
 
     rounds: int = 0
@@ -42,6 +44,14 @@ class SpeculationCounts:
     verify_seconds: float = 0.0
     plain_seconds: float = 0.0
     wasted_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    behind_seconds: float = 0.0
+
+    def add_saved(self, seconds: float) -> None:
+        """Takes in what a round saved against plain decoding, or took longer where that is negative."""
+        self.wasted_seconds += max(0.0, -seconds)
+        self.saved_seconds += seconds
+        self.behind_seconds = max(self.behind_seconds, -self.saved_seconds)
 
     def add_round(self, tree: DraftTree, path: list[int], emitted: int) -> None:
         """Counts a verified tree and the nodes of it that were accepted, the root first."""

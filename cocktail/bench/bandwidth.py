@@ -10,6 +10,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from cocktail.offload.accelerator import wait_for
+
 # Far larger than any cache.
 BUFFER_BYTES = 512 * 2**20
 _COPIES = 7
@@ -44,12 +46,6 @@ def copy_bandwidth(device: torch.device) -> CopyBandwidth:
         wait_for(device)
         seconds.append(time.perf_counter() - start)
     return CopyBandwidth(2 * size / statistics.median(seconds), size)
-
-
-def wait_for(device: torch.device) -> None:
-    """Waits until a card has done what it was told to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def step_weight_bytes(model: PreTrainedModel) -> int:

@@ -299,6 +299,7 @@ class _Bench:
             limits=limits,
             streamed=bool(streamed),
             pass_seconds=None if draft is None else pass_seconds,
+            waited=lambda: 0.0 if hosted.stream is None else hosted.stream.stats.waited_seconds,
         )
         return spec, draft
 

@@ -87,6 +87,7 @@ class DraftRow:
             "of_bound": speedup / bound if speedup and bound else None,
             "draft_share": counts.draft_seconds / seconds if seconds else None,
             "wasted_share": counts.wasted_seconds / seconds if seconds else None,
+            "behind_share": counts.behind_seconds / seconds if seconds else None,
             "same_tokens": all(run.same for run in runs) if measured else None,
             "step_seconds": statistics.median(run.step_seconds for run in runs) if measured else None,
             "pass_seconds": statistics.median(run.pass_seconds for run in runs) if measured else None,

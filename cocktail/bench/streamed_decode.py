@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cocktail.bench.bandwidth import wait_for
 from cocktail.bit_plan import BitPlan
 from cocktail.decode_step import DecodeStep
 from cocktail.errors import BudgetError, UsageError
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel
+from cocktail.offload.accelerator import wait_for
 from cocktail.offload.host_weights import LayerLayout, SlabLayer
 from cocktail.offload.link import CudaLink, EmulatedLink, Link
 from cocktail.offload.weight_stream import NUM_SLOTS, StreamedLayer, WeightStream
@@ -87,6 +87,8 @@ class HostedModel:
         assert loaded.offload.stream is not None
         # Those of the stream that is ended: two more would be memory that a run does not take.
         self.slots = loaded.offload.stream.slots
+        # The stream that is attached.
+        self.stream: WeightStream | None = None
         self._fed: list[torch.Tensor] = []
         self._expected: list[int] = []
 
@@ -199,9 +201,11 @@ def streaming(hosted: HostedModel, streamed: Collection[int], link: Link) -> Ite
     hosted.place(streamed)
     stream = WeightStream(_streamed_layers(hosted, streamed), hosted.slots, link)
     stream.attach()
+    hosted.stream = stream
     try:
         yield lambda: stream.stats.bytes
     finally:
+        hosted.stream = None
         stream.close()
 
 

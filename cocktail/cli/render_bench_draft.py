@@ -51,6 +51,7 @@ _COLUMNS = (
     Column("nodes", _number("tree_nodes", 1), 4),
     Column("drafting", share_cell("draft_share"), 3),
     Column("wasted", share_cell("wasted_share"), 3),
+    Column("behind", share_cell("behind_share"), 3),
     Column("same", _same, 6),
     Column("answers", _number("runs"), 1),
     Column("tokens", _number("tokens"), 1),
@@ -98,8 +99,9 @@ def _notes(result: Record) -> list[str]:
         )
     notes.append(
         "speed-up: against plain decoding with the same streaming, in the same run, the mean over answers; t: tokens "
-        "of a verification, d: draft steps before it, r: a plain pass in draft steps; bound: t r / (d + r); same: the "
-        "tokens of plain decoding."
+        "of a verification, d: draft steps before it, r: a plain pass in draft steps; bound: t r / (d + r); wasted: "
+        "time that rounds took longer than plain decoding; behind: by how much drafting was behind it at most, at any "
+        "time; same: the tokens of plain decoding."
     )
     reasons: dict[str, list[str]] = {}
     for record in result["variants"]:

@@ -13,6 +13,12 @@ from cocktail.offload.ledger import Ledger
 from cocktail.offload.link import CudaLink, EmulatedLink, Link
 
 
+def wait_for(device: torch.device) -> None:
+    """Waits until a card has done what it was told to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """A device with memory of its own and a link to it; with a ledger it is emulated."""

@@ -132,3 +132,21 @@ def test_what_cannot_be_measured_is_said_before_anything_is_loaded(
     arguments = ["bench", "draft", str(document), "-m", str(wide_folder), "--offline", "-o", "json", *options]
     assert run(arguments) == 2
     assert message in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("variants", "drafted"), [("self-4,self-nf4,chain-4,ngram", "64"), ("self-4,self-2,rejection-3,ngram", "6")]
+)
+def test_greedy_answers_to_fifty_prompts_are_those_of_plain_decoding(
+    variants: str, drafted: str, smollm2_folder: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "draft", "docs/how-it-works.md", "--data", str(shared_data), "--prompts", "8", "-n", "24"]
+    arguments += ["-m", str(smollm2_folder), "--dtype", "fp32", "--variants", variants, "--draft-max", drafted]
+    arguments += ["--resident", "0,15", "--ratio", "1", "--offline", "-o", "json"]
+    assert run(arguments) == 0
+    rows = json.loads(capsys.readouterr().out)["variants"]
+    assert sum(row["prompts"] for row in rows if (row["variant"], row["resident_layers"]) == ("self-4", 0)) >= 50
+    for row in rows:
+        assert row["status"] == "measured", row
+        assert row["same_tokens"] is True, row
