@@ -50,6 +50,8 @@ class Config:
     verify: str = "match"
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
+    cache: bool = True  # what is read of documents is kept on disk
+    cache_bytes: int = 20_000_000_000  # that it may take
 
     @property
     def drafted_tokens(self) -> int:

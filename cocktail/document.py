@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path, PurePath
 
@@ -15,13 +16,23 @@ from cocktail.page import Page, format_pages, parse_page_ranges, text_quality
 from cocktail.report import Reporter, SilentReporter
 from cocktail.sniff import binary_kind, is_pdf
 
-__all__ = ["PAGE_SEPARATOR", "Document", "Page", "parse_page_ranges", "read_document"]
+__all__ = [
+    "PAGE_SEPARATOR",
+    "Document",
+    "Page",
+    "document_bytes",
+    "extractor_version",
+    "parse_page_ranges",
+    "read_document",
+]
 
 PAGE_SEPARATOR = "\n\n"
 SUPPORTED = "Supported are PDF, Markdown, plain text and source code."
 OCR_HINT = "This version has no OCR: run `ocrmypdf in.pdf out.pdf` first, then ask out.pdf."
 # Under this share of real text a page is reported; good pages of real files lie above 0.97.
 MIN_QUALITY = 0.9
+# Raised when the same bytes give other text.
+_EXTRACTOR = 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ def read_document(
         sink.warn(message)
 
     name = "standard input" if path == "-" else path
-    data = _read_file(path) if data is None else data
+    data = document_bytes(path) if data is None else data
     if not data:
         raise DocumentError(f"{name} is empty (0 bytes).", "Give a file that holds text.")
     if is_pdf(data, path):
@@ -108,7 +119,18 @@ def read_document(
     return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings))
 
 
-def _read_file(path: str) -> bytes:
+def extractor_version() -> str:
+    """What the text of the same bytes depends on."""
+    libraries = (f"{name} {version(name)}" for name in ("pypdfium2", "charset-normalizer"))
+    return ", ".join((f"cocktail {_EXTRACTOR}", *libraries))
+
+
+def document_bytes(path: str) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        DocumentError: It is missing or cannot be read.
+    """
     if not path.strip():
         raise DocumentError("The document's path is empty.", "Check the shell variable that should hold it.")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
     from cocktail.decode import Generation
     from cocktail.job import Job
+    from cocktail.kept_context import KeptDocument
     from cocktail.kv_cache import MixedKVCache
     from cocktail.model import LoadedModel
-    from cocktail.prefill import StoredContext
+    from cocktail.prefilled_context import PrefilledContext
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,20 @@ class Request:
     pages: str | None = None
     password: str | None = None
     strict: bool = False
+
+    def read_kept(self, config: Config, reporter: Reporter) -> KeptDocument:
+        """As `read`, from the user's store if it is there."""
+        from cocktail.kept_context import KeptDocument
+
+        return KeptDocument.read(
+            self.document,
+            config,
+            reporter,
+            data=self.data,
+            pages=self.pages,
+            password=self.password,
+            strict=self.strict,
+        )
 
     def read(self, reporter: Reporter) -> Document:
         """The document's text.
@@ -112,16 +127,21 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
     """
     recorder, watch = Recorder(reporter), Stopwatch()
     with watch.measure("parse"):
-        document = request.read(recorder)
+        kept = request.read_kept(config, recorder)
     with watch.measure("load"):
         from cocktail.draft_model import load_draft_model
         from cocktail.job import plan_job
+        from cocktail.kept_context import KeptKV
         from cocktail.model import load_model
         from cocktail.model_source import resolve_model
+        from cocktail.prefilled_context import PrefilledContext
         from cocktail.reading import read_for_questions
+        from cocktail.rope import fix_rope
     with memory_errors():
         folder = resolve_model(config.model, config, recorder)
-        reading = read_for_questions(document, request.questions, folder, config, recorder, watch)
+        reading = read_for_questions(
+            kept.document, request.questions, folder, config, recorder, watch, kept.keep_vectors
+        )
         job = plan_job(reading, config, recorder)
         with watch.measure("load"):
             loaded = load_model(
@@ -135,23 +155,29 @@ def answer_questions(request: Request, config: Config, reporter: Reporter) -> It
             )
         with closing(loaded):
             loaded = replace(loaded, draft_model=load_draft_model(job, loaded, config, recorder, watch))
-            yield from _answers(request.questions, job, loaded, config, recorder, watch)
+            fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
+            context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
+            with closing(context):
+                yield from _answers(request.questions, job, loaded, context, config, recorder, watch)
 
 
 def _answers(
-    questions: Sequence[str], job: Job, loaded: LoadedModel, config: Config, recorder: Recorder, watch: Stopwatch
+    questions: Sequence[str],
+    job: Job,
+    loaded: LoadedModel,
+    context: PrefilledContext,
+    config: Config,
+    recorder: Recorder,
+    watch: Stopwatch,
 ) -> Iterator[Answer]:
     from cocktail.ready_kernels import ready_job_kernels
 
     ready_job_kernels(job, loaded, recorder, watch)
-    draft_cache = _prefill_draft(job, loaded, 0, watch)
-    cache, logits, stored = _prefill(job, loaded, config, recorder, watch)
     for index, question in enumerate(questions):
-        if stored is not None and index > 0:
-            del cache, logits, draft_cache  # their memory is the next question's
+        if index > 0:
             watch = Stopwatch()
-            draft_cache = _prefill_draft(job, loaded, index, watch)
-            cache, logits = _prefill_suffix(job, loaded, index, stored, watch)
+        draft_cache = _prefill_draft(job, loaded, index, watch)
+        cache, logits = context.read(index, watch)
         token_times: list[float] = []
         with watch.measure("decode"):
             generation, speculation = _generate(
@@ -162,9 +188,12 @@ def _answers(
             # This question's own; the recorder keeps what concerns them all.
             warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
             recorder.reporter.warn(warnings[-1])
-        yield _answer(job, loaded, index, question, generation, speculation, cache, token_times, warnings, watch)
+        yield _answer(
+            job, loaded, context.stats, index, question, generation, speculation, cache, token_times, warnings, watch
+        )
         if generation.finish_reason == "interrupted":
             return
+        del cache, logits, draft_cache  # their memory is the next question's
 
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
@@ -190,83 +219,15 @@ def versions() -> dict[str, str]:
     return {"cocktail": __version__, "python": platform.python_version(), **packages}
 
 
-def _prefill(
-    job: Job, loaded: LoadedModel, config: Config, reporter: Reporter, watch: Stopwatch
-) -> tuple[MixedKVCache, torch.Tensor, StoredContext | None]:
-    """Document and first question; the document's unquantized KV is kept only if more questions follow."""
-    import torch
-
-    from cocktail.model_folder import models_dir
-    from cocktail.offloaded_model import free_host_bytes
-    from cocktail.prefill import StoredContext, prefill
-    from cocktail.rope import fix_rope
-
-    fix_rope(loaded.model, job.reading.hf_config, job.total_tokens)
-    suffixes, offload = job.reading.suffixes, loaded.offload
-    accelerator = None if offload is None else offload.accelerator
-    stored = StoredContext(accelerator) if len(suffixes) > 1 else None
-    on_host = job.residency.hidden_on_host
-    if offload is not None and on_host and job.hidden_bytes > free_host_bytes():
-        offload.rows_file = models_dir(config).parent
-        reporter.note("host memory has no room for the hidden states: they are kept in a file meanwhile")
-    home = torch.device("cpu") if on_host else loaded.device
-    layers = job.geometry.num_layers
-    with (
-        watch.measure("prefill"),
-        reporter.stage("prefill", total=layers, unit="layers") as advance,
-        loaded.active(),
-    ):
-        with nullcontext() if accelerator is None else accelerator.host(on_host):
-            context_ids, suffix_ids = (torch.tensor(ids, device=home) for ids in (job.context_ids, suffixes[0]))
-        cache = _empty_cache(job, loaded)
-        logits = prefill(
-            loaded.model,
-            cache,
-            context_ids,
-            suffix_ids,
-            job.plans[0],
-            stored=stored,
-            segment_tokens=job.segment_tokens,
-            offload=offload,
-            hidden_on_host=on_host,
-            advance=advance,
-        )
-        _finish(loaded)
-    return cache, logits, stored
-
-
 def _prefill_draft(job: Job, loaded: LoadedModel, index: int, watch: Stopwatch) -> MixedKVCache | None:
     """The context and suffix of a model of its own that drafts."""
     from cocktail.draft_model import prefill_draft
+    from cocktail.offload.accelerator import wait_for
 
     with watch.measure("prefill"):
         cache = prefill_draft(job, loaded, index)
-        _finish(loaded)
+        wait_for(loaded.device)
     return cache
-
-
-def _prefill_suffix(
-    job: Job, loaded: LoadedModel, index: int, stored: StoredContext, watch: Stopwatch
-) -> tuple[MixedKVCache, torch.Tensor]:
-    """A later question: its own precision for every chunk, from the same unquantized KV."""
-    import torch
-
-    from cocktail.prefill import extend
-
-    with watch.measure("prefill"), loaded.active():
-        cache = _empty_cache(job, loaded)
-        for layer in range(job.geometry.num_layers):
-            cache.seal(layer, stored.layer(layer), job.plans[index])
-        suffix_ids = torch.tensor(job.reading.suffixes[index], device=loaded.device)
-        logits = extend(loaded.model, cache, suffix_ids, segment_tokens=job.segment_tokens)
-        _finish(loaded)
-    return cache, logits
-
-
-def _empty_cache(job: Job, loaded: LoadedModel) -> MixedKVCache:
-    from cocktail.kv_cache import MixedKVCache
-
-    return MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
 
 
 def _generate(
@@ -320,6 +281,7 @@ def _generate(
 def _answer(
     job: Job,
     loaded: LoadedModel,
+    cached: CacheStats,
     index: int,
     question: str,
     generation: Generation,
@@ -373,7 +335,7 @@ def _answer(
             tpot=(token_times[-1] - token_times[0]) / (len(token_times) - 1) if len(token_times) > 1 else None,
             total=ended - watch.started,
         ),
-        cache=CacheStats(reason="this version keeps no document store"),
+        cache=cached,
         model=ModelInfo(
             reading.folder.name, reading.folder.source, str(loaded.dtype).removeprefix("torch."), loaded.device.type
         ),
@@ -383,14 +345,6 @@ def _answer(
         steps=generation.steps,
         streaming="none" if loaded.offload is None else loaded.offload.describe(),
     )
-
-
-def _finish(loaded: LoadedModel) -> None:
-    """Waits for what a card was told to do, so that the time taken is the stage's own."""
-    import torch
-
-    if loaded.device.type == "cuda":
-        torch.cuda.synchronize(loaded.device)
 
 
 def _measured_peak(loaded: LoadedModel) -> int | None:

@@ -72,6 +72,16 @@ def weight_files(folder: Path) -> list[Path]:
     return safetensors or sorted(folder.glob("pytorch_model*.bin"))
 
 
+def weights_key(folder: Path) -> str:
+    """A name for a folder's weights, the same as long as none of the files changes."""
+    digest = hashlib.sha256()
+    for file in weight_files(folder):
+        status = file.stat()
+        header = json.dumps(safetensors_header(file)) if file.suffix == ".safetensors" else ""
+        digest.update(f"\0{file.name} {status.st_size} {status.st_mtime_ns} {header}".encode())
+    return digest.hexdigest()
+
+
 def missing_shards(folder: Path) -> list[str]:
     """Names of weight files that the folder's index lists and the folder lacks."""
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):

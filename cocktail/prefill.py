@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,23 @@ from cocktail.kv_cache import ContextMask, MixedKVCache
 from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.budget import MAX_SEGMENT_TOKENS
 from cocktail.offloaded_model import Offload
+
+
+class ContextSink(Protocol):
+    """Receives a document's unquantized KV while it is prefilled, layer by layer."""
+
+    def append(self, context: LayerContext) -> None:
+        """Takes the next layer's."""
+
+    def shares(self, context: LayerContext) -> bool:
+        """Whether a context is kept itself, so that no other layer may be written to it."""
+
+
+class ContextSource(Protocol):
+    """Has a document's unquantized KV."""
+
+    def layer(self, index: int) -> LayerContext:
+        """A layer's, on the device."""
 
 
 @dataclass
@@ -73,7 +90,7 @@ def prefill(
     suffix_ids: torch.Tensor,
     plan: BitPlan,
     *,
-    stored: StoredContext | None = None,
+    stored: ContextSink | None = None,
     segment_tokens: int = MAX_SEGMENT_TOKENS,
     offload: Offload | None = None,
     hidden_on_host: bool = False,

@@ -19,7 +19,7 @@ from cocktail.model import context_window, load_config, load_tokenizer, loading
 from cocktail.model_folder import ModelFolder
 from cocktail.prompt import Prompt, build_prompt
 from cocktail.report import Reporter
-from cocktail.score import make_scorer, resolve_scorer
+from cocktail.score import KeepVectors, make_scorer, resolve_scorer
 from cocktail.stopwatch import Stopwatch
 
 
@@ -53,8 +53,12 @@ def read_for_questions(
     config: Config,
     reporter: Reporter,
     watch: Stopwatch,
+    keep_vectors: KeepVectors | None = None,
 ) -> Reading:
     """Tokenizes and scores the document and selects what fits the window, one selection for all questions.
+
+    Args:
+        keep_vectors: see `make_scorer`.
 
     Raises:
         ModelError: the model is damaged or unsupported, or its tokenizer or template does not work.
@@ -71,7 +75,7 @@ def read_for_questions(
         draft_model = find_draft_model(folder, hf_config, tokenizer, config, reporter)
     with watch.measure("parse"):
         whole = tokenize_document(document, tokenizer, config.chunk_size, reporter)
-    scores = _score(whole, questions, config, reporter, watch)
+    scores = _score(whole, questions, config, reporter, watch, keep_vectors)
 
     def suffix(tokenized: TokenizedDocument, question: str, row: np.ndarray, restate: int) -> list[int]:
         passages = [quote.text for quote in best_quotes(tokenized, question, "", row, restate)] if restate else []
@@ -147,14 +151,19 @@ def _check_vocabulary(folder: ModelFolder, hf_config: Any, token_ids: Sequence[S
 
 
 def _score(
-    tokenized: TokenizedDocument, questions: Sequence[str], config: Config, reporter: Reporter, watch: Stopwatch
+    tokenized: TokenizedDocument,
+    questions: Sequence[str],
+    config: Config,
+    reporter: Reporter,
+    watch: Stopwatch,
+    keep_vectors: KeepVectors | None,
 ) -> np.ndarray:
     """Scores of every chunk for every question, [num_questions, num_chunks], float32."""
     if not tokenized.chunks:
         return np.zeros((len(questions), 0), dtype=np.float32)
     folder = resolve_scorer(config.scorer, config, reporter)
     with watch.measure("load"):
-        scorer = make_scorer(config.scorer, folder, config)
+        scorer = make_scorer(config.scorer, folder, config, keep_vectors)
     with watch.measure("score"):
         passages = [tokenized.chunk_text(position) for position in range(len(tokenized.chunks))]
         return scorer.score(passages, questions, reporter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import unicodedata
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import regex
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
+from cocktail.model_folder import weights_key
 from cocktail.out_of_memory import is_out_of_memory
 from cocktail.report import Reporter
 
@@ -21,6 +23,10 @@ _SPACELESS = r"\p{Han}\p{Hiragana}\p{Katakana}\u30fc\p{Thai}\p{Lao}\p{Khmer}\p{M
 _WORD = regex.compile(
     rf"(?P<spaceless>[{_SPACELESS}]+)|\p{{N}}+(?:[.,]\p{{N}}+)+|[[\p{{L}}\p{{M}}\p{{N}}]--[{_SPACELESS}]]+", regex.V1
 )
+
+# The vectors of some passages that an encoder, told by a name, made before; those that the last argument makes if it
+# made none.
+KeepVectors = Callable[[str, Sequence[str], Callable[[], np.ndarray]], np.ndarray]
 
 
 class Scorer(Protocol):
@@ -50,13 +56,14 @@ def resolve_scorer(name: str, config: Config, reporter: Reporter) -> Path | None
     return resolve_encoder("minilm" if name == "hybrid" else name, config, reporter).path
 
 
-def make_scorer(name: str, folder: Path | None, config: Config) -> Scorer:
+def make_scorer(name: str, folder: Path | None, config: Config, keep: KeepVectors | None = None) -> Scorer:
     """The scorer of a name, its encoder loaded.
 
     Args:
         name: As in `resolve_scorer`.
         folder: What `resolve_scorer` returned for it.
         config: Says on which device encoders run.
+        keep: Returns what an encoder made of the same passages before, if there is anything.
 
     Raises:
         ModelError: The encoder is damaged.
@@ -64,8 +71,8 @@ def make_scorer(name: str, folder: Path | None, config: Config) -> Scorer:
     if folder is None:
         return Bm25Scorer()
     if name == "hybrid":
-        return HybridScorer(EncoderScorer("minilm", folder, config.device))
-    return EncoderScorer(name, folder, config.device)
+        return HybridScorer(EncoderScorer("minilm", folder, config.device, keep))
+    return EncoderScorer(name, folder, config.device, keep)
 
 
 def min_max(scores: np.ndarray) -> np.ndarray:
@@ -96,7 +103,7 @@ class EncoderScorer:
     Cocktail (arXiv 2503.23294), section III-B, equation 1.
     """
 
-    def __init__(self, name: str, folder: Path, device: str = "auto") -> None:
+    def __init__(self, name: str, folder: Path, device: str = "auto", keep: KeepVectors | None = None) -> None:
         import torch
         from transformers.utils import logging as transformers_logging
 
@@ -105,7 +112,7 @@ class EncoderScorer:
         transformers_logging.disable_progress_bar()
         from sentence_transformers import SentenceTransformer
 
-        self.name = name
+        self.name, self._folder, self._keep = name, folder, keep
         self._device = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
         try:
             self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
@@ -119,9 +126,16 @@ class EncoderScorer:
             ) from error
 
     def embed_passages(self, passages: Sequence[str], reporter: Reporter) -> np.ndarray:
-        """Unit vectors [num_passages, dim], float32; a blank passage is the zero vector."""
-        with reporter.stage("score", total=len(passages), unit="chunks") as advance:
-            return self._embed(self._model.encode_document, passages, advance)
+        """Unit vectors [num_passages, dim], float32; a blank passage is the zero vector. Those kept are read."""
+
+        def make() -> np.ndarray:
+            with reporter.stage("score", total=len(passages), unit="chunks") as advance:
+                return self._embed(self._model.encode_document, passages, advance)
+
+        if self._keep is None:
+            return make()
+        library = version("sentence-transformers")
+        return self._keep(f"{weights_key(self._folder)} {self._device} {library}", passages, make)
 
     def embed_questions(self, questions: Sequence[str]) -> np.ndarray:
         """Unit vectors [num_questions, dim], float32."""

@@ -58,7 +58,7 @@ def parse_size(text: str) -> int:
     if not 1 <= size <= _MAX_SIZE:
         # Not the number: Python refuses to write out one of thousands of digits.
         wrong = "over 1000 TB" if size > _MAX_SIZE else "less than a byte"
-        raise UsageError(f"{_cut(text)!r} is {wrong}; a budget lies between 1 byte and 1000 TB.", hint)
+        raise UsageError(f"{_cut(text)!r} is {wrong}; a size lies between 1 byte and 1000 TB.", hint)
     return int(size)
 
 
@@ -153,6 +153,10 @@ def _vram(value: object) -> int | str:
     return "auto" if text.strip().lower() == "auto" else parse_size(text)
 
 
+def _size(value: object) -> int:
+    return parse_size(str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value))
+
+
 def _link(value: object) -> float:
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value)
     return float(parse_rate(text))
@@ -195,10 +199,12 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "kv": _word,
     "offline": _switch,
     "cache_dir": _path,
+    "cache": _switch,
+    "cache_size": _size,
 }
 # A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere, nor choose
 # where files are written, nor what is fetched and loaded: of models only those known by name.
-NOT_IN_PROJECT_FILE = ("offline", "cache_dir")
+NOT_IN_PROJECT_FILE = ("offline", "cache_dir", "cache", "cache_size")
 NAMES_IN_PROJECT_FILE = {"model": MODELS, "draft_model": MODELS, "scorer": SCORERS}
 
 
@@ -359,10 +365,12 @@ def _checked(key: str, value: object, where: str, origin: str) -> Setting:
 
 
 def _config_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns `Config` arguments for settings; `vram` is two fields, and `link` has its unit in its name."""
+    """Returns `Config` arguments for settings; `vram` is two fields, and sizes and rates have units in their names."""
     arguments = dict(values)
     if "link" in arguments:
         arguments["link_bytes_per_second"] = arguments.pop("link")
+    if "cache_size" in arguments:
+        arguments["cache_bytes"] = arguments.pop("cache_size")
     if "vram" in arguments:
         vram = arguments.pop("vram")
         arguments["vram_auto"] = vram == "auto"
@@ -373,6 +381,8 @@ def _config_fields(values: dict[str, Any]) -> dict[str, Any]:
 def _default(defaults: Config, key: str) -> Any:
     if key == "vram":
         return "auto" if defaults.vram_auto else defaults.vram_bytes
+    if key == "cache_size":
+        return defaults.cache_bytes
     if key == "link":
         return defaults.link_bytes_per_second
     return getattr(defaults, key)

@@ -7,7 +7,6 @@ Reading one is an error away from making it again: a draft must never be what en
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from cocktail.interrupts import check_interrupt
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 from cocktail.kernels.nf4_linear import Nf4Weight, quantize_nf4
 from cocktail.low_bit_fit import quantize_fitted
-from cocktail.model_folder import ModelFolder, models_dir, safetensors_header, weight_files
+from cocktail.model_folder import ModelFolder, models_dir, weight_files, weights_key
 from cocktail.offload.host_weights import FileLayer, LayerLayout
 from cocktail.offloaded_model import Offload
 from cocktail.report import Reporter
@@ -226,12 +225,7 @@ class _Weights:
 
 def _key(folder: Path, bits: Bits, form: str) -> str:
     """A name for what is made of these weights, the same as long as none of the files changes."""
-    digest = hashlib.sha256(f"{_VERSION} {form}".encode())
-    for file in weight_files(folder):
-        status = file.stat()
-        header = json.dumps(safetensors_header(file)) if file.suffix == ".safetensors" else ""
-        digest.update(f"\0{file.name} {status.st_size} {status.st_mtime_ns} {header}".encode())
-    return f"{digest.hexdigest()[:32]}-{bits}"
+    return f"{hashlib.sha256(f'{_VERSION} {form} {weights_key(folder)}'.encode()).hexdigest()[:32]}-{bits}"
 
 
 class _KeptLayers:

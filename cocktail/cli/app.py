@@ -18,6 +18,7 @@ from cocktail.answer import error_json
 from cocktail.cli import signals
 from cocktail.cli.ask import ask
 from cocktail.cli.bench import bench_app
+from cocktail.cli.cache import cache_app
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
 from cocktail.cli.inspect import inspect
@@ -65,6 +66,7 @@ app.command(short_help="Show what would fit, without loading weights.", **_docum
 app.command(cls=GroupedCommand, short_help="Show versions, devices, memory, disk and models.")(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(models_app, name="models")
+app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 
 

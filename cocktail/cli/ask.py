@@ -58,6 +58,8 @@ def ask(
     device: options.Device = None,
     dtype: options.Dtype = None,
     cache_dir: options.CacheDir = None,
+    cache: options.Cache = None,
+    cache_size: options.CacheSize = None,
     offline: options.Offline = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,

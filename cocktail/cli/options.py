@@ -131,6 +131,24 @@ CacheDir = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Cache = Annotated[
+    bool | None,
+    typer.Option(
+        "--cache/--no-cache",
+        show_default=False,
+        help="Keep what is read of a document on disk, so that later questions start at once (default: yes).",
+        rich_help_panel=_MODEL,
+    ),
+]
+CacheSize = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-size",
+        metavar="SIZE",
+        help="What is kept of documents may take so much of the disk (default: 20GB); the oldest goes first.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Offline = Annotated[
     bool | None,
     typer.Option(

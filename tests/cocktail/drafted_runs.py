@@ -44,7 +44,9 @@ def saved(folder: Path, tiny_folder: Path, seed: int, **changes: Any) -> Path:
 
 
 def ask(path: Path, config: Config, *questions: str) -> list[Answer]:
-    return list(answer_questions(Request(str(path), questions or QUESTIONS[:1]), config, SilentReporter()))
+    """Answers of runs that read the document, whether or not one did before."""
+    request = Request(str(path), questions or QUESTIONS[:1])
+    return list(answer_questions(request, replace(config, cache=False), SilentReporter()))
 
 
 def least_budget(path: Path, config: Config, *questions: str) -> int:

@@ -1,0 +1,277 @@
+"""A run's document in the store: what of it is there, and keeping what is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+
+from cocktail.answer import CacheStats
+from cocktail.config import Config
+from cocktail.disk import map_disk_errors
+from cocktail.document import Document, document_bytes, extractor_version, read_document
+from cocktail.document_store import DocumentStore, KvKey, digest
+from cocktail.errors import ModelError
+from cocktail.model_folder import models_dir, weights_key
+from cocktail.report import Reporter
+from cocktail.score import KeepVectors
+
+if TYPE_CHECKING:
+    from cocktail.context import LayerContext
+    from cocktail.job import Job
+    from cocktail.kv_file import KvFile, KvFileWriter
+    from cocktail.model import LoadedModel
+    from cocktail.prefill import ContextSink
+
+
+def open_store(config: Config, reporter: Reporter) -> DocumentStore:
+    """The user's store."""
+    return DocumentStore(models_dir(config).parent / "documents", config.cache_bytes, reporter)
+
+
+@dataclass
+class KeptDocument:
+    """A document, its store and whether it was there; `store` is None where none is used, and `reason` says why."""
+
+    document: Document
+    store: DocumentStore | None
+    stats: CacheStats
+    pages: str = ""
+    extractor: str = ""
+
+    @property
+    def keep_vectors(self) -> KeepVectors | None:
+        """See `make_scorer`."""
+        return None if self.store is None else partial(self.store.vectors, self.document.sha256)
+
+    @classmethod
+    def read(
+        cls,
+        path: str,
+        config: Config,
+        reporter: Reporter,
+        *,
+        data: bytes | None,
+        pages: str | None,
+        password: str | None,
+        strict: bool,
+    ) -> KeptDocument:
+        """Reads a document, or takes it from the store; see `read_document`."""
+        found = document_bytes(path) if data is None else data
+
+        def parsed() -> Document:
+            return read_document(path, data=found, pages=pages, password=password, strict=strict, reporter=reporter)
+
+        why_off = None
+        if not config.cache:
+            why_off = "--no-cache"
+        elif password is not None:
+            why_off = "a document with a password is not kept"
+        if why_off is not None:
+            return cls(parsed(), None, CacheStats(reason=why_off))
+        store, extractor = open_store(config, reporter), extractor_version()
+        document = store.document(found, path, extractor, pages)
+        if document is not None and not (strict and document.warnings):
+            for warning in document.warnings:
+                reporter.warn(warning)
+            return cls(document, store, CacheStats("hit", "miss"), pages or "", extractor)
+        document = parsed()
+        store.keep_document(document, found, extractor, pages)
+        return cls(document, store, CacheStats("miss", "miss"), pages or "", extractor)
+
+
+class KeptKV:
+    """The keys and values of a run's document in the store.
+
+    Args:
+        kept: the document.
+        job: the run.
+        loaded: its model, rotary embeddings fixed.
+    """
+
+    def __init__(self, kept: KeptDocument, job: Job, loaded: LoadedModel) -> None:
+        self._store, self._document, self._job, self._loaded = kept.store, kept, job, loaded
+        self.stats = kept.stats
+        if self._store is not None:
+            self._key = _kv_key(kept, job, loaded)
+            self._path = self._store.kv_path(self._key)
+
+    def find(self) -> KvFile | None:
+        """What is kept, or None; `stats` then says why."""
+        from cocktail.kv_file import DamagedKVError, KvFile
+
+        if self._store is None:
+            return None
+        offload = self._loaded.offload
+        try:
+            found = KvFile(self._path, None if offload is None else offload.accelerator)
+        except FileNotFoundError:
+            why = self._store.why_no_kv(self._key, self._document.document.path)
+            self.stats = CacheStats(self.stats.document, "miss", why)
+            return None
+        except DamagedKVError:
+            self.damaged()
+            return None
+        except OSError as error:
+            self._store.keep_no_more(error)
+            self.stats = CacheStats(self.stats.document, "miss", "what is kept cannot be read")
+            return None
+        self._store.used(self._path)
+        self.stats = CacheStats(self.stats.document, "hit")
+        return found
+
+    def damaged(self) -> None:
+        """Removes what is kept, which is not what was written."""
+        assert self._store is not None
+        self._store.damaged(self._path)
+        self.stats = CacheStats(self.stats.document, "miss", "what was kept is damaged")
+
+    def keeping(self) -> KeepingKV:
+        """Receives the layers of a prefill."""
+        return KeepingKV(self._store, None if self._store is None else self._writer())
+
+    def _writer(self) -> tuple[KvFileWriter, filelock.FileLock] | None:
+        from cocktail.kv_file import KvFileWriter, kv_file_bytes
+
+        assert self._store is not None
+        job, path = self._job, self._path
+        needed = kv_file_bytes(job.geometry, job.layout.context_len, self._loaded.dtype)
+        if not self._store.make_room(needed):
+            return None
+        offload, source = self._loaded.offload, self._document.document.path
+        metadata = {
+            **{name: getattr(self._key, name) for name in self._key.__dataclass_fields__},
+            "path": source if source == "-" else str(Path(source).absolute()),
+            "model_name": self._job.reading.folder.name,
+            "document_tokens": str(len(job.reading.tokenized.token_ids)),
+        }
+        with ExitStack() as stack:
+            try:
+                with map_disk_errors(self._store.root):
+                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    lock = filelock.FileLock(path.parent / f".{path.name}.lock")
+                    stack.enter_context(lock.acquire(timeout=0))
+                    # Left by a process that was killed.
+                    for partial in path.parent.glob(f".{path.name}.*.partial"):
+                        partial.unlink(missing_ok=True)
+                    writer = KvFileWriter(
+                        path,
+                        job.geometry,
+                        job.layout.context_len,
+                        self._loaded.dtype,
+                        metadata,
+                        None if offload is None else offload.accelerator,
+                    )
+            except filelock.Timeout:
+                return None  # another process keeps the same
+            except (ModelError, OSError, NotImplementedError) as error:
+                self._store.keep_no_more(error)
+                return None
+            stack.pop_all()
+        return writer, lock
+
+
+class KeepingKV:
+    """Writes what a prefill makes, layer by layer, and lets nothing that goes wrong meanwhile end the run."""
+
+    def __init__(self, store: DocumentStore | None, writing: tuple[KvFileWriter, filelock.FileLock] | None) -> None:
+        self._store = store
+        self._writer: KvFileWriter | None = None
+        self._lock: filelock.FileLock | None = None
+        if writing is not None:
+            self._writer, self._lock = writing
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def append(self, context: LayerContext) -> None:
+        """Writes a layer's."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.append(context)
+        except OSError as error:
+            self._fail(error)
+            self.close()
+
+    def shares(self, context: LayerContext) -> bool:
+        """Nothing is kept of the tensors themselves."""
+        return False
+
+    def finish(self) -> None:
+        """Syncs the file while the run goes on."""
+        if self._writer is not None:
+            self._thread = threading.Thread(target=self._sync, args=(self._writer,), daemon=True)
+            self._thread.start()
+
+    def _sync(self, writer: KvFileWriter) -> None:
+        try:
+            writer.finish()
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Waits for the file; one that was not finished is removed. May be called again."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            self._fail(self._error)
+        if self._writer is not None:
+            self._writer.abandon()
+        if self._lock is not None:
+            self._lock.release()
+        self._writer = self._lock = self._thread = self._error = None
+
+    def _fail(self, error: Exception) -> None:
+        assert self._store is not None
+        try:
+            with map_disk_errors(self._store.root):
+                raise error
+        except (ModelError, OSError) as mapped:
+            self._store.keep_no_more(mapped)
+
+
+class Sinks:
+    """Several that receive the layers of a prefill."""
+
+    def __init__(self, sinks: Sequence[ContextSink]) -> None:
+        self._sinks = sinks
+
+    def append(self, context: LayerContext) -> None:
+        """Gives a layer's context to all."""
+        for sink in self._sinks:
+            sink.append(context)
+
+    def shares(self, context: LayerContext) -> bool:
+        """Whether one of them does."""
+        return any(sink.shares(context) for sink in self._sinks)
+
+
+def _kv_key(kept: KeptDocument, job: Job, loaded: LoadedModel) -> KvKey:
+    reading = job.reading
+    chunks = [chunk.index for chunk in reading.tokenized.passages]
+    config = ""
+    with suppress(OSError):
+        config = (reading.folder.path / "config.json").read_text(encoding="utf-8", errors="replace")
+    rotary = [
+        value
+        for name, buffer in sorted(loaded.model.named_buffers())
+        if name.endswith("inv_freq")
+        for value in (name, buffer.detach().float().cpu().numpy().tobytes())
+    ]
+    return KvKey(
+        document=kept.document.sha256,
+        pages=kept.pages,
+        extractor=kept.extractor,
+        kept="all" if not reading.truncated_tokens else digest(*chunks),
+        template=digest(*reading.prompt.prefix_ids),
+        model=digest(weights_key(reading.folder.path), config),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        rope=digest(*rotary),
+        tokens=digest(*job.context_ids),
+    )

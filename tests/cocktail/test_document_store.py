@@ -1,0 +1,144 @@
+"""The store of documents: what is kept comes back, and nothing about it can fail a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cocktail.document import Document, Page
+from cocktail.document_store import DocumentStore, KvKey, digest
+from cocktail.report import SilentReporter
+
+DATA = b"the bytes of a file"
+DOCUMENT = Document("a.pdf", "pdf", "unused", (Page(1, "i", "One \u00e9 \ud7ff", 0.5), Page(2, "1", "", 1.0)), 3, ())
+KEY = KvKey("ab" * 32, "", "1", "all", "t", "m", "bfloat16", "", "x")
+
+
+class Notes(SilentReporter):
+    """Keeps notes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def store(tmp_path: Path, notes: Notes) -> DocumentStore:
+    return DocumentStore(tmp_path / "documents", 10**9, notes)
+
+
+def test_a_document_comes_back_as_it_was_read(store: DocumentStore) -> None:
+    assert store.document(DATA, "a.pdf", "1", None) is None
+    store.keep_document(DOCUMENT, DATA, "1", None)
+    found = store.document(DATA, "b.pdf", "1", None)
+    assert found is not None
+    assert (found.path, found.pages, found.page_count, found.format) == ("b.pdf", DOCUMENT.pages, 3, "pdf")
+    assert found.sha256 != DOCUMENT.sha256
+    for data, extractor, pages in ((DATA + b".", "1", None), (DATA, "2", None), (DATA, "1", "1-2")):
+        assert store.document(data, "a.pdf", extractor, pages) is None
+
+
+def test_warnings_name_the_file_that_they_were_given_for(store: DocumentStore) -> None:
+    store.keep_document(replace(DOCUMENT, warnings=("a.pdf: page 2 is empty",)), DATA, "1", None)
+    assert store.document(DATA, "b.pdf", "1", None) is None
+    found = store.document(DATA, "a.pdf", "1", None)
+    assert found is not None
+    assert found.warnings == ("a.pdf: page 2 is empty",)
+
+
+def test_vectors_are_made_once_for_the_same_passages(store: DocumentStore) -> None:
+    made: list[int] = []
+
+    def make() -> np.ndarray:
+        made.append(1)
+        return np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    for encoder, passages in (("e", ["a", "b"]), ("e", ["a", "b"]), ("e", ["ab", ""]), ("f", ["a", "b"])):
+        found = store.vectors("d" * 64, encoder, passages, make)
+        assert np.array_equal(found, make())
+    assert len(made) == 3 + 4
+
+
+def test_what_is_damaged_is_said_once_and_removed(store: DocumentStore, notes: Notes) -> None:
+    for extractor in ("1", "2"):
+        store.keep_document(DOCUMENT, DATA, extractor, None)
+    for path in store.files():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert store.document(DATA, "a.pdf", "1", None) is None
+    assert store.document(DATA, "a.pdf", "2", None) is None
+    assert store.files() == []
+    assert len(notes.warnings) == 1
+    assert "damaged" in notes.warnings[0]
+
+
+@pytest.mark.parametrize("trouble", ["full", "a file", "read-only"])
+def test_a_disk_that_takes_nothing_is_noted_once(
+    trouble: str, store: DocumentStore, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trouble == "full":
+        store.root.mkdir()
+        monkeypatch.setattr("cocktail.disk.shutil.disk_usage", lambda _: _Usage())
+    elif trouble == "a file":
+        store.root.write_text("")
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere")
+        store.root.mkdir(mode=0o500)
+    for extractor in ("1", "2"):
+        store.keep_document(DOCUMENT, DATA, extractor, None)
+        assert store.document(DATA, "a.pdf", extractor, None) is None
+    assert len(notes.notes) == 1
+    assert "not kept" in notes.notes[0]
+
+
+class _Usage:
+    free = 5
+
+
+def test_what_was_not_used_for_longest_goes_first(store: DocumentStore, notes: Notes) -> None:
+    for number in range(4):
+        store.keep_document(DOCUMENT, DATA, str(number), None)
+        newest = max(store.files(), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (number, number))
+    size = store.files()[0].stat().st_size
+    assert store.document(DATA, "a.pdf", "0", None) is not None
+    assert store.prune(2 * size) == 2 * size
+    assert [store.document(DATA, "a.pdf", str(number), None) is not None for number in range(4)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    small = DocumentStore(store.root, 100, notes)
+    small.keep_document(DOCUMENT, DATA, "9", None)
+    assert len(store.files()) == 2
+    assert "--cache-size" in notes.notes[0]
+
+
+def test_half_written_files_of_a_killed_process_go(store: DocumentStore) -> None:
+    store.keep_document(DOCUMENT, DATA, "1", None)
+    old, new = (store.root / "text" / f".{name}.partial" for name in ("old", "new"))
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    store.prune(10**9)
+    assert (old.exists(), new.exists(), len(store.files())) == (False, True, 1)
+
+
+def test_a_key_s_parts_do_not_run_together() -> None:
+    assert digest("ab", "c") != digest("a", "bc")
+    assert KEY.name == replace(KEY).name
+    names = {replace(KEY, **{field: "other"}).name for field in KEY.__dataclass_fields__}
+    assert len(names | {KEY.name}) == 1 + len(KEY.__dataclass_fields__)
