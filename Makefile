@@ -33,7 +33,7 @@ aot-subset: ## compiles the part of them that CI checks
 	$(PYTHON) -m cocktail.kernels.aot --jobs 2 --subset
 
 bench: ## one question about the handbook, with its times and bytes
-	$(PYTHON) -m cocktail.cli ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats
+	$(PYTHON) -m cocktail.cli ask examples/handbook.pdf "Which environment variable does the same as --password?" --stats --no-cache
 
 handbook: ## examples/handbook.pdf from docs/handbook/
 	$(PYTHON) docs/build_handbook.py

@@ -100,6 +100,10 @@ class DecodeStep:
         compiled, layers = compiled_layers(self._model)
         return f"{compiled} of {layers} layers compiled"
 
+    def captures(self, rows: int) -> bool:
+        """Whether the next masked step of so many rows is captured first, which takes many times as long."""
+        return self.why_eager is None and rows in STEP_ROWS and (rows, True) not in self._steps
+
     @torch.inference_mode()
     def prepare(self) -> None:
         """Captures the step of one row, so that no token's time has it in it."""

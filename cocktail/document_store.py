@@ -14,25 +14,26 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePath
 
 import numpy as np
 
 from cocktail.disk import check_space, map_disk_errors
 from cocktail.document import Document
 from cocktail.errors import ModelError
+from cocktail.kv_key import DIFFERENCES, VERSION, KvKey, digest
 from cocktail.model_folder import safetensors_header
 from cocktail.offload.budget import format_bytes
 from cocktail.page import Page
 from cocktail.report import Reporter
 from cocktail.sealed_file import read_sealed, write_sealed
 
-# Of the forms of all files; those of another one are not looked at, and pruned like others.
-VERSION = 1
+NOT_READ = "not read before"
 # Left free on the disk.
 _SPARE_BYTES = 1_000_000_000
 # A file that is being written is younger.
@@ -40,77 +41,28 @@ _STALE_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class KvKey:
-    """What a document's keys and values depend on, each as a digest or a word.
+class KeptEntry:
+    """What is kept of a document.
 
     Args:
-        document: SHA-256 of its bytes.
-        pages: those that were asked for.
-        extractor: of its text.
-        kept: the chunks of it that fit the model's window; "all" if all do.
-        template: the prompt's tokens before it.
-        model: its weights, tokenizer and configuration.
-        dtype: the run's.
-        rope: the length that the model's rotary embeddings are fixed for, where that changes them.
-        tokens: the context's token ids: the rest in one number.
+        paths: where it was read from; "-" is standard input.
+        sha256: of its bytes, or the first 16 digits where no more is known.
+        models: whose keys and values are kept.
+        tokens: of its text.
+        size: bytes.
+        used: seconds since the epoch.
     """
 
-    document: str
-    pages: str
-    extractor: str
-    kept: str
-    template: str
-    model: str
-    dtype: str
-    rope: str
-    tokens: str
-
-    @property
-    def folder(self) -> str:
-        """Of the files of one model, run in one way."""
-        return digest(VERSION, self.model, self.dtype, self.rope)[:16]
-
-    @property
-    def name(self) -> str:
-        """Of the file, which begins with the document's."""
-        return f"{self.document[:16]}-{digest(VERSION, *asdict(self).values())[:16]}.safetensors"
-
-
-@dataclass(frozen=True)
-class KeptEntry:
-    """What is kept of a document for one model; `size` in bytes, `used` in seconds since the epoch.
-
-    The first entry of a document has what does not depend on the model as well.
-    """
-
-    path: str
-    document: str
-    model: str
+    paths: tuple[str, ...]
+    sha256: str
+    models: tuple[str, ...]
     tokens: int
     size: int
     used: float
 
 
-# What to say where only this differs from what is kept, the most telling first.
-_DIFFERENCES = {
-    "extractor": "another version extracted the text",
-    "pages": "other pages were read",
-    "model": "another model",
-    "dtype": "another dtype",
-    "template": "another chat template",
-    "rope": "another RoPE factor",
-    "kept": "kept chunks differ",
-    "tokens": "the text differs",
-}
-
-
-def digest(*values: object) -> str:
-    """A name for some values."""
-    found = hashlib.sha256()
-    for value in values:
-        part = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()
+def _absolute(path: str) -> str:
+    return path if path == "-" else str(Path(path).absolute())
 
 
 class DocumentStore:
@@ -124,16 +76,21 @@ class DocumentStore:
 
     def __init__(self, root: Path, limit_bytes: int, reporter: Reporter) -> None:
         self.root, self.limit_bytes, self._reporter = root, limit_bytes, reporter
-        self._is_writable, self._is_whole = True, True
+        self._is_writable = self._is_whole = self._is_within = True
 
     def document(self, data: bytes, path: str, extractor: str, pages: str | None) -> Document | None:
         """A document as it was read before."""
-        body = self._read(self._text_path(data, extractor, pages))
+        place = self._text_path(data, path, extractor, pages)
+        body = self._read(place)
         if body is None:
             return None
         held = json.loads(body)
-        if held["warnings"] and held["path"] != path:
-            return None  # they name the file
+        where = _absolute(path)
+        if where not in held["paths"]:
+            if held["warnings"]:
+                return None  # they name the file
+            held["paths"].append(where)
+            self._write(place, json.dumps(held).encode())
         return Document(
             path,
             held["format"],
@@ -146,17 +103,20 @@ class DocumentStore:
     def keep_document(self, document: Document, data: bytes, extractor: str, pages: str | None) -> None:
         """Keeps a document that was read."""
         held = {
-            "path": document.path,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "paths": [_absolute(document.path)],
             "format": document.format,
             "pages": [[getattr(page, item.name) for item in fields(page)] for page in document.pages],
             "page_count": document.page_count,
             "warnings": document.warnings,
         }
-        self._write(self._text_path(data, extractor, pages), json.dumps(held).encode())
+        self._write(self._text_path(data, document.path, extractor, pages), json.dumps(held).encode())
 
-    def _text_path(self, data: bytes, extractor: str, pages: str | None) -> Path:
+    def _text_path(self, data: bytes, path: str, extractor: str, pages: str | None) -> Path:
         document = hashlib.sha256(data).hexdigest()
-        return self.root / "text" / f"{document[:16]}-{digest(VERSION, document, extractor, pages)[:16]}"
+        # A file's name tells how its text is read.
+        name = PurePath(path).name.lower()
+        return self.root / "text" / f"{document[:16]}-{digest(VERSION, document, name, extractor, pages)[:16]}"
 
     def vectors(
         self, document: str, encoder: str, passages: Sequence[str], make: Callable[[], np.ndarray]
@@ -188,20 +148,18 @@ class DocumentStore:
         least: list[str] | None = None
         for metadata in self._kv_metadata(f"*/{key.document[:16]}-*.safetensors"):
             if metadata.get("document") == key.document:
-                differing = [name for name in _DIFFERENCES if metadata.get(name) != getattr(key, name)]
+                differing = [name for name in DIFFERENCES if metadata.get(name) != getattr(key, name)]
                 if differing and (least is None or len(differing) < len(least)):
                     least = differing
         if least is not None:
             # All that differs follows from the first.
-            return _DIFFERENCES[least[0]]
-        if path != "-" and any(
-            held.get("path") == str(Path(path).absolute()) for held in self._kv_metadata("*/*.safetensors")
-        ):
+            return DIFFERENCES[least[0]]
+        if path != "-" and self._kept_under(path) - {key.document[:16]}:
             return "the file has changed"
-        return "not read before"
+        return NOT_READ
 
     def _kv_metadata(self, pattern: str) -> Iterator[Mapping[str, str]]:
-        for path in sorted((self.root / "kv").glob(pattern)):
+        for path in sorted(self._scan(f"kv/{pattern}")):
             with suppress(OSError, ModelError, TypeError):
                 metadata = safetensors_header(path).get("__metadata__")
                 if isinstance(metadata, dict):
@@ -209,9 +167,28 @@ class DocumentStore:
 
     def _kept_under(self, path: str) -> set[str]:
         """The first digits of the documents whose file had this path."""
-        absolute = str(Path(path).absolute())
-        found = (held for held in self._kv_metadata("*/*.safetensors") if held.get("path") == absolute)
-        return {str(held.get("document"))[:16] for held in found}
+        where = _absolute(path)
+        return {document[:16] for document, paths in self._paths().items() if where in paths}
+
+    def _paths(self) -> dict[str, list[str]]:
+        """Where each document was read from, by its SHA-256."""
+        found: dict[str, list[str]] = {}
+        for file in self._scan("text/*"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                held = json.loads(read_sealed(file) or b"")
+                found.setdefault(held["sha256"], []).extend(held["paths"])
+        for held in self._kv_metadata("*/*.safetensors"):
+            found.setdefault(str(held.get("document")), []).append(str(held.get("path")))
+        return found
+
+    def _scan(self, pattern: str) -> list[Path]:
+        """The files that match, hidden ones left out unless they are asked for."""
+        found = []
+        with suppress(OSError):
+            for path in self.root.rglob(pattern):
+                if path.is_file() and (pattern[0] == "." or path.name[0] != "."):
+                    found.append(path)
+        return found
 
     def used(self, path: Path) -> None:
         """Notes that a file was of use: those that were not for the longest time go first."""
@@ -223,15 +200,19 @@ class DocumentStore:
         if not self._is_writable:
             return False
         if needed_bytes > self.limit_bytes:
-            self._reporter.note(
-                f"the document's keys and values are not kept: they take {format_bytes(needed_bytes, math.ceil)}, and "
-                f"--cache-size is {format_bytes(self.limit_bytes)}"
-            )
+            if self._is_within:
+                self._is_within = False
+                self._reporter.note(
+                    f"not all that was read of the document is kept: that takes {format_bytes(needed_bytes, math.ceil)}"
+                    f", and --cache-size is {format_bytes(self.limit_bytes)}"
+                )
             return False
-        self.prune(self.limit_bytes - needed_bytes)
         try:
             with map_disk_errors(self.root):
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                missing = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self.root).free
+                held = self._size()
+                self.prune(min(self.limit_bytes - needed_bytes, held - max(0, missing)))
                 check_space(self.root, needed_bytes + _SPARE_BYTES, "Keeping the document")
         except (ModelError, OSError) as error:
             self.keep_no_more(error)
@@ -241,11 +222,18 @@ class DocumentStore:
     def files(self) -> list[Path]:
         """All files, those that were not used for the longest time first; what is being written is left out."""
         found = []
-        for path in self.root.rglob("*"):
+        for path in self._scan("*"):
             with suppress(OSError):
-                if path.is_file() and not path.name.startswith("."):
-                    found.append((path.stat().st_mtime, path))
+                found.append((path.stat().st_mtime, path))
         return [path for _, path in sorted(found)]
+
+    def _size(self) -> int:
+        """Bytes of all files, those that are being written too."""
+        total = 0
+        for path in [*self._scan("*"), *self._scan(".*.partial")]:
+            with suppress(OSError):
+                total += path.stat().st_size
+        return total
 
     def prune(self, limit_bytes: int) -> int:
         """Removes what was not used for the longest time until the rest takes no more than so many bytes.
@@ -255,7 +243,7 @@ class DocumentStore:
         Returns:
             Bytes that are free again.
         """
-        for path in self.root.rglob(".*.partial"):
+        for path in self._scan(".*.partial"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     path.unlink()
@@ -271,41 +259,34 @@ class DocumentStore:
         return freed
 
     def entries(self) -> list[KeptEntry]:
-        """What is kept of each document and for each model, that which was used last first."""
-        sizes: dict[str, int] = {}
-        found: list[tuple[float, Path]] = []
-        for path in self.files():
+        """What is kept of each document, with all models, that which was used last first."""
+        paths, sizes, used = self._paths(), dict[str, int](), dict[str, float]()
+        models: dict[str, dict[str, int]] = {}
+        for file in self.files():
             with suppress(OSError):
-                status = path.stat()
-                if path.suffix == ".safetensors":
-                    found.append((status.st_mtime, path))
-                else:
-                    sizes[path.name[:16]] = sizes.get(path.name[:16], 0) + status.st_size
+                status, document = file.stat(), file.name[:16]
+                sizes[document] = sizes.get(document, 0) + status.st_size
+                used[document] = max(used.get(document, 0.0), status.st_mtime)
+        for held in self._kv_metadata("*/*.safetensors"):
+            tokens = str(held.get("document_tokens"))
+            known = models.setdefault(str(held.get("document"))[:16], {})
+            known[str(held.get("model_name"))] = int(tokens) if tokens.isdecimal() else 0
         entries = []
-        for used, path in found:
-            metadata: dict[str, str] = {}
-            with suppress(OSError, ModelError, TypeError):
-                metadata = safetensors_header(path).get("__metadata__") or {}
-            with suppress(OSError):
-                size = path.stat().st_size + sizes.pop(path.name[:16], 0)
-                tokens = metadata.get("document_tokens", "")
-                entries.append(
-                    KeptEntry(
-                        metadata.get("path", "?"),
-                        metadata.get("document", path.name[:16]),
-                        metadata.get("model_name", "?"),
-                        int(tokens) if tokens.isdecimal() else 0,
-                        size,
-                        used,
-                    )
-                )
-        return entries[::-1]
+        for document in sorted(sizes, key=lambda name: -used[name]):
+            whole = next((name for name in paths if name[:16] == document), document)
+            known = models.get(document, {})
+            places = tuple(dict.fromkeys(paths.get(whole, ())))
+            entries.append(
+                KeptEntry(places, whole, tuple(known), max(known.values(), default=0), sizes[document], used[document])
+            )
+        return entries
 
     def forget(self, path: str) -> int:
         """Removes all that is kept of a document, and of what its file held before.
 
         Args:
-            path: of the document, which need not exist, or the SHA-256 of its bytes.
+            path: of the document, which need not exist; "-" for what was read from standard input; or the SHA-256 of
+                its bytes, at least 16 digits of it.
 
         Returns:
             Bytes that are free again.
@@ -313,15 +294,13 @@ class DocumentStore:
         named = {path[:16].lower()} if re.fullmatch("[0-9a-fA-F]{16,64}", path) else set[str]()
         with suppress(OSError):
             named.add(hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16])
-        absolute = str(Path(path).absolute())
-        named |= {
-            held["document"][:16] for held in self._kv_metadata("*/*.safetensors") if held.get("path") == absolute
-        }
-        return sum(self._removed(file) for file in self.files() if file.name[:16] in named)
+        named |= self._kept_under(path)
+        hidden = [file for file in self._scan(".*") if file.name[1:17] in named]
+        return sum(self._removed(file) for file in [*self.files(), *hidden] if file.name.lstrip(".")[:16] in named)
 
     def clear(self) -> int:
         """Removes everything; the bytes that are free again."""
-        return sum(self._removed(file) for file in self.files())
+        return sum(self._removed(file) for file in [*self.files(), *self._scan(".*")])
 
     def _removed(self, path: Path) -> int:
         size = 0
@@ -335,8 +314,6 @@ class DocumentStore:
             path.unlink(missing_ok=True)
         except OSError:
             return False
-        with suppress(OSError):
-            path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
         return True
 
     def damaged(self, path: Path) -> None:

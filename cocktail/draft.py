@@ -31,7 +31,7 @@ MIN_WORTH = 0.01
 # Of a node's worth, what its children are expected to be worth together.
 _COVERED = 0.9
 # Steps that are looked ahead to before the first one is made.
-MAX_LOOK_AHEAD = 16
+_LOOK_AHEAD = 16
 # Continuations at the root, and the tokens of one.
 _BRANCHES, _BRANCH_TOKENS = 3, 16
 
@@ -98,7 +98,7 @@ class ModelDraft:
     ) -> None:
         self._step, self._sampler, self._calibration = step, sampler, calibration
         self._view, self._vocab_size, self._clock = view, vocab_size, clock
-        self.source, self._shares_cache, self._children = source, shares_cache, children
+        self.source, self.shares_cache, self._children = source, shares_cache, children
         # A first guess that is soon replaced; further rows of a step read the same weights.
         self.times = RowTimes(first=0.02, slope=0.1)
         self.steps = 0
@@ -110,21 +110,22 @@ class ModelDraft:
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int]) -> None:
         """Takes in what the target committed."""
-        if self._shares_cache:
+        if self.shares_cache:
             return
         for start, stop in spans(len(tokens), FOLLOWED_ROWS):
             with self._view():
                 self._step(self._ids(tokens[start:stop]))
 
-    def may_pay(self, verify: RowTimes, chance: float = _COVERED) -> bool:
+    def may_pay(self, verify: RowTimes, chance: float, depth: int) -> bool:
         """Whether some number of draft steps promises more tokens a second than plain decoding.
 
         Args:
             verify: seconds of the target's pass by rows.
             chance: that a step's best node is right, where those before it are.
+            depth: levels of a tree, at most.
         """
         tokens, added = 1.0, 1.0
-        for steps in range(1, MAX_LOOK_AHEAD + 1):
+        for steps in range(1, min(depth, _LOOK_AHEAD) + 1):
             added *= chance
             tokens += added
             if tokens / (steps * self.times(1) + verify(1 + steps)) > 1 / verify(1):
@@ -140,15 +141,13 @@ class ModelDraft:
         max_nodes: int,
         verify: RowTimes,
         steps: int | None = None,
-        is_promising: bool = False,
     ) -> float:
-        """Adds nodes below the root, which is not in the cache yet.
+        """Adds nodes below the root, which is not in the cache yet; at least those of one step.
 
         Args:
             position: absolute position of the token after the root, in the target's sequence.
             verify: seconds of the target's pass by rows.
-            steps: exactly so many draft steps; None: as many as pay.
-            is_promising: the first step is made whether or not it pays by itself.
+            steps: exactly so many draft steps; None: as many as pay, of which the first may need others to do so.
 
         Returns:
             Seconds spent.
@@ -164,13 +163,9 @@ class ModelDraft:
                 break
             worths = [tree[index].worth for index in best]
             spent = self._clock() - began
-            # The first steps may have to be made together to pay.
-            begins = done == 0 and is_promising
-            if not (steps or begins or self._pays(worths, [tree[i].worth for i in rows], spent, verify)):
+            if not (steps or done == 0 or self._pays(worths, [tree[i].worth for i in rows], spent, verify)):
                 break
-            started = self._clock()
             self._expand(tree, sorted(rows), slots, position)
-            self.times.add(len(rows), self._clock() - started)
             done += 1
         self.steps += done
         return self._clock() - began
@@ -237,7 +232,8 @@ class ModelDraft:
     def _add(self, tree: DraftTree, node: int, token: int, kind: str, probability: float) -> None:
         grade = probability_grade(kind, probability)
         guess = greedy_guess(probability) if self._sampler.temperature == 0 else probability
-        chance = self._calibration.chance(grade, guess)
+        # Never 0: what stands below a node is worth a part of it.
+        chance = max(self._calibration.chance(grade, guess), 1e-6)
         if token in tree[node].children:
             tree.revalue(tree[node].children[token], chance, grade)
         elif tree[node].worth * chance >= MIN_WORTH:
@@ -250,8 +246,15 @@ class ModelDraft:
         mask = tree.mask(rows, {**slots, **{node: first + row for row, node in enumerate(rows)}}, tail_len)
         ids = self._ids([tree[node].token for node in rows])
         positions = torch.tensor([tree[node].depth for node in rows], device=device) + cache.get_seq_length()
+        is_captured = self._step.captures(len(rows))
+        began = self._clock()
         with self._view():
-            return self._step.run(ids, positions, tail_len + first, mask.to(device))[:, : self._vocab_size]
+            logits = self._step.run(ids, positions, tail_len + first, mask.to(device))[:, : self._vocab_size]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if not is_captured:
+            self.times.add(len(rows), self._clock() - began)
+        return logits
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         """Tokens as the draft reads them: padding that it has no embedding for may be any token."""

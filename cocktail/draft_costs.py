@@ -29,15 +29,17 @@ class RowTimes:
         slope: what each further row adds, as a part of the pass of one row, until it is known.
 
     Attributes:
-        several: what a pass of two rows is taken to need at least, until it is known: one of a single row may run in
-            compiled code.
+        least_several: what a pass of two rows is taken to need at least, until it is known: one of a single row may
+            run in compiled code.
+        is_guessed: whether a pass of one row was guessed from others.
     """
 
     def __init__(self, first: float, slope: float) -> None:
         self._first, self._slope = first, slope
         self._seconds: dict[int, float] = {}
         self._again: set[int] = set()
-        self.several = 0.0
+        self.least_several = 0.0
+        self.is_guessed = False
 
     def add(self, rows: int, seconds: float) -> None:
         """Takes a measurement in. The first of so many rows may hold what happens once, and counts for little."""
@@ -53,7 +55,7 @@ class RowTimes:
 
     def guess(self, seconds: float) -> None:
         """Takes a better guess of what a pass of one row needs."""
-        self._first = seconds
+        self._first, self.is_guessed = seconds, True
 
     @property
     def known(self) -> bool:
@@ -70,7 +72,7 @@ class RowTimes:
         if below and (rows == 1 or below[-1] > 1):
             start, base = below[-1], max(self._seconds[size] for size in below)
         else:
-            start, base = 2, max(self(1), min(self.several, most))
+            start, base = 2, max(self(1), min(max(self(1) * (1 + self._slope), self.least_several), most))
         if not above:
             return base * (1 + self._slope * (rows - start))
         rise = max(0.0, self._seconds[above[0]] - base)

@@ -84,11 +84,6 @@ class DraftTree:
         return max(self.depths)
 
     @property
-    def worth(self) -> float:
-        """Tokens that a verification is expected to emit: the bonus token and what the nodes are worth."""
-        return sum(node.worth for node in self.nodes)
-
-    @property
     def best_leaf(self) -> int:
         """The end of the path that takes the likeliest child everywhere."""
         index = 0

@@ -80,7 +80,8 @@ def make_speculator(
         limits=draft_limits(job.drafted_tokens, streamed=streamed, rejects=rejects),
         streamed=streamed,
         pass_seconds=job.residency.copy_seconds if streamed and draft is not None else None,
-        waited=lambda: 0.0 if stream is None else stream.stats.waited_seconds,
+        # A card waits for copies by itself.
+        waited=None if stream is None or cache.device.type == "cuda" else lambda: stream.stats.waited_seconds,
         note=note,
     )
 
@@ -113,7 +114,10 @@ def speculation_stats(
         return SpeculationStats(why_off=why_off(job, config))
     counts, reason = speculator.counts, None
     if not counts.drafted:
-        reason = speculator.why_paused or "nothing that stood before was worth drafting"
+        nothing = "nothing that stood before was worth drafting"
+        if loaded.substitutes or loaded.draft_model is not None:
+            nothing = "plain decoding promised more"
+        reason = speculator.why_paused or nothing
     return SpeculationStats(
         mode=_mode(loaded),
         rounds=counts.rounds,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,9 @@ from cocktail.answer import CacheStats
 from cocktail.config import Config
 from cocktail.disk import map_disk_errors
 from cocktail.document import Document, document_bytes, extractor_version, read_document
-from cocktail.document_store import DocumentStore, KvKey, digest
+from cocktail.document_store import NOT_READ, DocumentStore
 from cocktail.errors import ModelError
+from cocktail.kv_key import KvKey, digest
 from cocktail.model_folder import models_dir, weights_key
 from cocktail.report import Reporter
 from cocktail.score import KeepVectors
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from cocktail.kv_file import KvFile, KvFileWriter
     from cocktail.model import LoadedModel
     from cocktail.prefill import ContextSink
+
+
+# Raised when the same model computes other keys or values.
+_NUMERICS = "1"
 
 
 def open_store(config: Config, reporter: Reporter) -> DocumentStore:
@@ -113,6 +119,8 @@ class KeptKV:
             found = KvFile(self._path, None if offload is None else offload.accelerator)
         except FileNotFoundError:
             why = self._store.why_no_kv(self._key, self._document.document.path)
+            if why == NOT_READ and self.stats.document == "hit":
+                why = "keys and values were not kept"
             self.stats = CacheStats(self.stats.document, "miss", why)
             return None
         except DamagedKVError:
@@ -157,6 +165,8 @@ class KeptKV:
                     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                     lock = filelock.FileLock(path.parent / f".{path.name}.lock")
                     stack.enter_context(lock.acquire(timeout=0))
+                    if path.exists():
+                        return None  # another process kept it meanwhile
                     # Left by a process that was killed.
                     for partial in path.parent.glob(f".{path.name}.*.partial"):
                         partial.unlink(missing_ok=True)
@@ -195,7 +205,7 @@ class KeepingKV:
             return
         try:
             self._writer.append(context)
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             self._fail(error)
             self.close()
 
@@ -217,8 +227,12 @@ class KeepingKV:
 
     def close(self) -> None:
         """Waits for the file; one that was not finished is removed. May be called again."""
-        if self._thread is not None:
-            self._thread.join()
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        except KeyboardInterrupt:
+            # The answers are there; what is not on disk yet goes with the process.
+            return
         if self._error is not None:
             self._fail(self._error)
         if self._writer is not None:
@@ -232,7 +246,7 @@ class KeepingKV:
         try:
             with map_disk_errors(self._store.root):
                 raise error
-        except (ModelError, OSError) as mapped:
+        except (ModelError, OSError, RuntimeError, MemoryError) as mapped:
             self._store.keep_no_more(mapped)
 
 
@@ -273,5 +287,6 @@ def _kv_key(kept: KeptDocument, job: Job, loaded: LoadedModel) -> KvKey:
         model=digest(weights_key(reading.folder.path), config),
         dtype=str(loaded.dtype).removeprefix("torch."),
         rope=digest(*rotary),
+        computed=" ".join((loaded.device.type, _NUMERICS, *(version(name) for name in ("torch", "transformers")))),
         tokens=digest(*job.context_ids),
     )

@@ -7,9 +7,11 @@ of checksums, of the table and of each layer.
 from __future__ import annotations
 
 import json
+import mmap
 import struct
+import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,9 @@ class KvFileWriter:
 
     def abandon(self) -> None:
         """Removes what was written; may be called after `finish`, and again."""
-        self._stack.__exit__(_AbandonedError, _AbandonedError(), None)
+        # What was not flushed cannot be, where that is why it is given up.
+        with suppress(OSError):
+            self._stack.__exit__(_AbandonedError, _AbandonedError(), None)
 
 
 class _AbandonedError(Exception):
@@ -133,7 +137,7 @@ class KvFile:
         try:
             with path.open("rb") as file:
                 table, self._start = read_safetensors_header(file, path)
-            self._mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+                self._mapped = _mapped(file.fileno())
             first = table.pop(_DIGESTS)["data_offsets"][0]
             digests = self._mapped[self._start + first :].numpy().view("<u8")
             whole = int(digests[0]) == _digest(self._mapped[: self._start])
@@ -164,6 +168,14 @@ class KvFile:
         first, last = (self._start + offset for offset in span["data_offsets"])
         dtype = {name: dtype for dtype, name in _DTYPES.items()}[span["dtype"]]
         return self._mapped[first:last].view(dtype).view(span["shape"])
+
+
+def _mapped(descriptor: int) -> torch.Tensor:
+    """A file's bytes, mapped for reading alone."""
+    with warnings.catch_warnings():
+        # Nothing is written to them.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
 
 def _digest(memory: torch.Tensor) -> int:

@@ -82,6 +82,15 @@ def weights_key(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def folder_key(folder: Path) -> str:
+    """A name for all that a folder holds, the same as long as no file changes."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        status = file.stat()
+        digest.update(f"\0{file.relative_to(folder)} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
 def missing_shards(folder: Path) -> list[str]:
     """Names of weight files that the folder's index lists and the folder lacks."""
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -51,13 +51,15 @@ class PrefilledContext:
             if self._source is None:
                 self._source = self._kept.find()
             if self._source is not None:
-                try:
+                with suppress(DamagedKVError):
                     found = self._seal(index, self._source)
-                except DamagedKVError:
-                    self._kept.damaged()
-                else:
-                    self.stats = CacheStats(self._kept.stats.document, "hit")
+                    self.stats = self._kept.stats
+                    if self.stats.kv != "off":
+                        self.stats = CacheStats("hit" if index else self.stats.document, "hit")
                     return found
+                # Nothing may map a file that is to be removed.
+                self._source = None
+                self._kept.damaged()
             self.stats = self._kept.stats
             return self._prefill(index)
 

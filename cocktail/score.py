@@ -14,7 +14,7 @@ import regex
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
-from cocktail.model_folder import weights_key
+from cocktail.model_folder import folder_key
 from cocktail.out_of_memory import is_out_of_memory
 from cocktail.report import Reporter
 
@@ -134,8 +134,8 @@ class EncoderScorer:
 
         if self._keep is None:
             return make()
-        library = version("sentence-transformers")
-        return self._keep(f"{weights_key(self._folder)} {self._device} {library}", passages, make)
+        libraries = " ".join(version(name) for name in ("sentence-transformers", "transformers", "torch"))
+        return self._keep(f"{folder_key(self._folder)} {self._device} {libraries}", passages, make)
 
     def embed_questions(self, questions: Sequence[str]) -> np.ndarray:
         """Unit vectors [num_questions, dim], float32."""

@@ -31,7 +31,7 @@ MAX_NODES, MAX_DEPTH = 64, 32
 _WINDOW, _MIN_LEVELS = 8, 16
 # Tokens without a draft before it is tried again, at first and at most.
 _PAUSE, _LONGEST_PAUSE = 32, 256
-# Of the time since the start, what drafts that are not known to pay may waste.
+# Of the time of plain passes, what drafts that are not known to pay may waste.
 _TRIALS = 0.02
 # The chance that a level is accepted, before any was verified, and for how many levels that guess stands; the best that
 # can be hoped for; how much older levels count at each round; and the steps of a trial.
@@ -151,16 +151,18 @@ class Speculator:
         nodes = min(self._limits.nodes, free)
         if depth < 1 or nodes < 2 or not self._may_draft():
             return self._plain(token)
-        promising = self._draft is not None and self._is_promising(self._draft)
         if self._limits.rejects:
             return self._rejection_round(token, min(depth, nodes - 1))
         began = self._clock()
-        tree = self._grow(token, depth, nodes, promising)
+        tree, steps = self._grow(token, depth, nodes)
         drafted = self._clock() - began
+        self.counts.draft_steps += steps
         if len(tree) == 1:
             began = self._clock()
             tokens = self._plain(token)
-            if self._draft is not None:
+            if steps:
+                self._levels = _LEVELS_KEPT * self._levels[0], _LEVELS_KEPT * self._levels[1] + 1
+                self.counts.dropped_steps += steps
                 self.counts.draft_seconds += drafted
                 self.counts.add_saved(-drafted)
                 self._remember(1, 0, 0, drafted + self._clock() - began)
@@ -178,50 +180,61 @@ class Speculator:
         # What a plain pass takes must be known before anything is compared with it, unless that is plain to see.
         if self._expected is None:
             return False
-        return self._draft is None or self._is_free or self._expected > _PLAIN_TO_SEE * self._draft.times(1)
+        return self._draft is None or self._always_drafts or self._expected > _PLAIN_TO_SEE * self._draft.times(1)
 
     @property
-    def _is_free(self) -> bool:
+    def _always_drafts(self) -> bool:
         """Whether drafting goes on whatever it costs."""
         return self._limits.always or self._limits.steps is not None
 
-    def _is_promising(self, draft: ModelDraft) -> bool:
+    def _is_promising(self, draft: ModelDraft, depth: int) -> bool:
         """Whether some draft steps are expected to pay, or may be tried because they would cost next to nothing."""
-        if self._is_free:
+        # What a step takes must be known, or at least be guessed from something.
+        if self._always_drafts or not (draft.times.known or draft.times.is_guessed):
             return True
         if draft.source == SELF and self._streamed:
-            self._verify.several = _SEVERAL * draft.times(1)
+            self._verify.least_several = _SEVERAL * draft.times(1)
         accepted, verified = self._levels
-        if draft.may_pay(self._verify, (accepted + _PRIOR_CHANCE * _PRIOR_LEVELS) / (verified + _PRIOR_LEVELS)):
+        chance = (accepted + _PRIOR_CHANCE * _PRIOR_LEVELS) / (verified + _PRIOR_LEVELS)
+        if draft.may_pay(self._verify, chance, depth):
             return True
         cost = _TRIAL_STEPS * draft.times(1) + self._verify(1 + _TRIAL_STEPS)
-        affordable = self.counts.wasted_seconds + cost < _TRIALS * self.counts.plain_seconds
-        return affordable and draft.may_pay(self._verify, _BEST_CHANCE)
+        if self._behind:
+            cost += draft.times(len(self._behind))
+        return self._may_lose(cost) and draft.may_pay(self._verify, _BEST_CHANCE, depth)
 
-    def _grow(self, token: int, depth: int, nodes: int, promising: bool) -> DraftTree:
-        """A tree as large as it pays to verify; the root alone if plain decoding promises more."""
+    def _may_lose(self, seconds: float) -> bool:
+        """Whether so much may be lost on a trial: what drafts saved by now, and a small part of plain passes."""
+        return seconds - self.counts.saved_seconds < _TRIALS * self.counts.plain_seconds
+
+    def _grow(self, token: int, depth: int, nodes: int) -> tuple[DraftTree, int]:
+        """A tree as large as it pays to verify, the root alone if plain decoding promises more; and the steps made."""
         tree = DraftTree(token)
         if self._ngram is not None:
             self._ngram.grow(tree, depth, nodes)
         spent, steps = 0.0, 0
-        if self._draft is not None and promising:
+        if self._draft is not None and self._is_promising(self._draft, depth):
             before, position = self._draft.steps, self.cache.get_seq_length() + 1
             spent = self._catch_up()
-            spent += self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps, is_promising=True)
+            spent += self._draft.grow(tree, position, depth, nodes, self._verify, self._limits.steps)
             steps = self._draft.steps - before
             if self._ngram is not None:
                 self._ngram.extend(tree, depth, 2 * nodes)
-        self.counts.draft_steps += steps
         # A child is never worth more than its parent, and stands behind it: the best ones are a tree.
         order = sorted(range(len(tree)), key=lambda index: -tree[index].worth)
         if self._limits.steps is not None:
-            return tree.pruned(order[:nodes])
+            return tree.pruned(order[:nodes]), steps
         size, rate = best_size([tree[index].worth for index in order[:nodes]], spent, self._verify)
         if self._limits.always:
-            return tree.pruned(order[: max(size, 2)])
+            return tree.pruned(order[: max(size, 2)]), steps
         # What was spent is spent; but a tree that does not make up for it is no reason to draft the next one.
-        pays = rate > 1 / self._verify(1) or self.counts.wasted_seconds < _TRIALS * self.counts.plain_seconds
-        return tree.pruned(order[:size]) if size > 1 and (pays or steps) else DraftTree(token)
+        pays = rate > 1 / self._verify(1) or self._may_lose(0.0)
+        return tree.pruned(order[:size]) if size > 1 and (pays or steps) else DraftTree(token), steps
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Notes what was committed, for a draft that has a cache of its own."""
+        if self._draft is not None and not self._draft.shares_cache:
+            self._behind += tokens
 
     def _catch_up(self) -> float:
         """Shows the draft what was committed since it drafted; the seconds that takes."""
@@ -245,7 +258,7 @@ class Speculator:
         logits = verification_logits(self._model, self.cache, tree)
         verdict = judge(logits, self.cache.get_seq_length() + 1)
         commit_path(self.cache, verdict.path)
-        self._behind += [tree[node].token for node in verdict.path]
+        self._follow([tree[node].token for node in verdict.path])
         seconds = self._clock() - began
         self._verify.add(len(tree), seconds)
         self._learn(tree, verdict.path, verdict.tokens)
@@ -255,9 +268,10 @@ class Speculator:
         self.counts.verify_seconds += seconds
         self.counts.add_saved(emitted * self._verify(1) - drafted - seconds)
         accepted = len(verdict.path) - 1
-        held = (_LEVELS_KEPT * count for count in self._levels)
-        # A level behind one that was refused says nothing.
-        self._levels = next(held) + accepted, next(held) + accepted + (accepted < tree.depth)
+        if self._draft is not None and any(node.source == self._draft.source for node in tree.nodes):
+            held = (_LEVELS_KEPT * count for count in self._levels)
+            # A level behind one that was refused says nothing.
+            self._levels = next(held) + accepted, next(held) + accepted + (accepted < tree.depth)
         self._remember(emitted, accepted, tree.depth, drafted + seconds)
         return verdict.tokens
 
@@ -265,10 +279,10 @@ class Speculator:
         began, waited = self._clock(), 0.0 if self._waited is None else self._waited()
         logits = self.step(torch.tensor([token], device=self.cache.device))
         drawn = self._sampler.draw(logits, self.cache.get_seq_length())
-        self._behind.append(token)
+        self._follow([token])
         seconds = self._clock() - began
         self._verify.add(1, seconds)
-        if self._draft is not None and not self._draft.times.known and self._waited is not None:
+        if self._draft is not None and self._draft.source == SELF and self._waited is not None:
             # A step of the draft is much like what such a pass computes.
             self._draft.times.guess(seconds - (self._waited() - waited))
         self.counts.plain_rounds += 1

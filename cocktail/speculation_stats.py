@@ -23,6 +23,7 @@ class SpeculationCounts:
         reached, taken: trees by each depth that they reached, and that they were accepted to.
         verified_by, accepted_by: nodes by their source.
         draft_steps: passes of the draft.
+        dropped_steps: those after which nothing was worth a verification.
         draft_seconds, verify_seconds, plain_seconds: time in each.
         wasted_seconds: that rounds took longer than plain decoding takes for the tokens that they emitted.
         saved_seconds: that all rounds took less than plain decoding, or more where it is negative.
@@ -40,6 +41,7 @@ class SpeculationCounts:
     verified_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     draft_steps: int = 0
+    dropped_steps: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     plain_seconds: float = 0.0
@@ -48,7 +50,7 @@ class SpeculationCounts:
     behind_seconds: float = 0.0
 
     def add_saved(self, seconds: float) -> None:
-        """Takes in what a round saved against plain decoding, or took longer where that is negative."""
+        """Takes in what a round saved against plain decoding; negative where it took longer."""
         self.wasted_seconds += max(0.0, -seconds)
         self.saved_seconds += seconds
         self.behind_seconds = max(self.behind_seconds, -self.saved_seconds)
@@ -102,7 +104,7 @@ class SpeculationCounts:
     @property
     def steps_per_round(self) -> float | None:
         """Draft steps before a verification."""
-        return self.draft_steps / self.rounds if self.rounds else None
+        return (self.draft_steps - self.dropped_steps) / self.rounds if self.rounds else None
 
     @property
     def block_efficiency(self) -> float | None:

@@ -184,8 +184,10 @@ class _Bench:
             with self._placed(streamed, rate):
                 for number in range(self.benchmark.repeats):
                     pass_seconds = self._pass_seconds(logits, len(expected))
-                    for row, variant in zip(chosen, self.benchmark.variants, strict=True):
+                    for turn, (row, variant) in enumerate(zip(chosen, self.benchmark.variants, strict=True)):
                         check_interrupt()
+                        if turn and self.benchmark.repeats > 1:
+                            pass_seconds = self._pass_seconds(logits, len(expected))
                         row.prompts += number == 0
                         try:
                             run = self._run(job, variant, streamed, logits, expected, pass_seconds, step_seconds)
@@ -207,7 +209,7 @@ class _Bench:
     def _pass_seconds(self, logits: torch.Tensor, tokens: int) -> float:
         """Of a plain pass: the median of a few, or where runs are paired, the mean of a whole answer."""
         if self.benchmark.repeats == 1:
-            return statistics.median(self._plain(logits, _PLAIN_PASSES)[1][1:])
+            return statistics.median(self._plain(logits, _PLAIN_PASSES + 2)[1][1:])
         return statistics.fmean(self._plain(logits, tokens)[1])
 
     def _plain(self, logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
@@ -253,13 +255,13 @@ class _Bench:
             seconds = time.perf_counter() - began
         finally:
             cache.trim(cache.tail_len - before)
-        step = None if draft is None else draft.times(1)
+        step = draft.times(1) if draft is not None and draft.times.known else None
         return DraftRun(len(tokens) - 1, seconds, tokens == expected, pass_seconds, step_seconds, step, spec.counts)
 
     def _speculator(
         self, job: Job, variant: DraftVariant, streamed: Sequence[int], sampler: Sampler, pass_seconds: float
     ) -> tuple[Speculator, ModelDraft | None]:
-        hosted, calibration = self.hosted, Calibration()
+        hosted, calibration, stream = self.hosted, Calibration(), self.hosted.stream
         cache, model = hosted.cache, hosted.model
         draft = ngram = None
         form = variant.form
@@ -299,7 +301,7 @@ class _Bench:
             limits=limits,
             streamed=bool(streamed),
             pass_seconds=None if draft is None else pass_seconds,
-            waited=lambda: 0.0 if hosted.stream is None else hosted.stream.stats.waited_seconds,
+            waited=None if stream is None or hosted.device.type == "cuda" else lambda: stream.stats.waited_seconds,
         )
         return spec, draft
 

@@ -40,9 +40,16 @@ def list_cache(
         Output().write(json_line(body | {"documents": records}) + "\n")
         return
     rows = [
-        (entry.path, f"{entry.tokens:,}", entry.model, format_bytes(entry.size), _when(entry.used)) for entry in entries
+        (
+            ", ".join(entry.paths) or entry.sha256,
+            f"{entry.tokens:,}",
+            ", ".join(entry.models) or "-",
+            format_bytes(entry.size),
+            _when(entry.used),
+        )
+        for entry in entries
     ]
-    Output().write(aligned(("document", "tokens", "model", "size", "last used"), rows) + "\n")
+    Output().write(aligned(("document", "tokens", "models", "size", "last used"), rows) + "\n")
 
 
 @cache_app.command("path", cls=GroupedCommand)
@@ -57,7 +64,9 @@ def remove_from_cache(
     documents: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="DOC", show_default=False, help="Paths of documents, which need not exist, or their SHA-256."
+            metavar="DOC",
+            show_default=False,
+            help='Paths of documents, which need not exist; "-" for standard input; or SHA-256.',
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all that is kept.")] = False,

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from cocktail.answer import Answer, Citation, SpeculationStats
+from cocktail.answer import Answer, CacheStats, Citation, SpeculationStats
 from cocktail.cli.output import Output, is_terminal, one_line, printable, use_color
 from cocktail.interrupts import check_interrupt
 from cocktail.offload.budget import format_bytes
@@ -322,7 +322,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
         ("streamed", answer.streaming),
         ("decode steps", answer.steps),
         *speculation_rows(speculation),
-        ("cache", f"document {answer.cache.document}, kv {answer.cache.kv}"),
+        ("cache", _cache(answer.cache)),
     ]
     for name in ("parse", "score", "load", "prefill", "ttft", "decode", "tpot", "total"):
         seconds = getattr(timings, name)
@@ -331,3 +331,8 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
     if not plan.emulated:
         return rows
     return [(name, f"{text} (emulated)" if name in _OF_DEVICE else text) for name, text in rows]
+
+
+def _cache(stats: CacheStats) -> str:
+    reason = "" if stats.reason is None else f" ({stats.reason})"
+    return f"document {stats.document}, kv {stats.kv}{reason}"

@@ -101,7 +101,7 @@ def _notes(result: Record) -> list[str]:
         "speed-up: against plain decoding with the same streaming, in the same run, the mean over answers; t: tokens "
         "of a verification, d: draft steps before it, r: a plain pass in draft steps; bound: t r / (d + r); wasted: "
         "time that rounds took longer than plain decoding; behind: by how much drafting was behind it at most, at any "
-        "time; same: the tokens of plain decoding."
+        "time of an answer; same: the tokens of plain decoding."
     )
     reasons: dict[str, list[str]] = {}
     for record in result["variants"]:

@@ -30,7 +30,7 @@ def asked(
 def test_what_is_kept_is_listed_and_really_removed(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cache", "list", "--json"]) == 0
     [entry] = json.loads(capsys.readouterr().out)["documents"]
-    assert entry["path"] == str(asked)
+    assert entry["paths"] == [str(asked)]
     assert entry["tokens"] > 50
     assert run(["cache", "list"]) == 0
     out = capsys.readouterr().out

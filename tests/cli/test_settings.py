@@ -71,8 +71,8 @@ def test_a_link_that_is_no_rate_is_told_how_a_rate_is_written(text: str) -> None
 
 
 def test_settings_cover_every_field_of_the_configuration() -> None:
-    renamed = {"vram_bytes", "vram_auto", "link_bytes_per_second"}
-    assert {field.name for field in fields(Config)} - renamed == set(PARSERS) - {"vram", "link"}
+    renamed = {"vram_bytes", "vram_auto", "link_bytes_per_second", "cache_bytes"}
+    assert {field.name for field in fields(Config)} - renamed == set(PARSERS) - {"vram", "link", "cache_size"}
 
 
 def test_defaults_are_those_of_the_configuration() -> None:

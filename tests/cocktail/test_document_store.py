@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from cocktail.document import Document, Page
-from cocktail.document_store import DocumentStore, KvKey, digest
+from cocktail.document_store import DocumentStore
+from cocktail.kv_key import KvKey, digest
 from cocktail.report import SilentReporter
 
 DATA = b"the bytes of a file"
 DOCUMENT = Document("a.pdf", "pdf", "unused", (Page(1, "i", "One \u00e9 \ud7ff", 0.5), Page(2, "1", "", 1.0)), 3, ())
-KEY = KvKey("ab" * 32, "", "1", "all", "t", "m", "bfloat16", "", "x")
+KEY = KvKey("ab" * 32, "", "1", "all", "t", "m", "bfloat16", "", "cpu", "x")
 
 
 class Notes(SilentReporter):
@@ -42,9 +43,11 @@ def store(tmp_path: Path, notes: Notes) -> DocumentStore:
 def test_a_document_comes_back_as_it_was_read(store: DocumentStore) -> None:
     assert store.document(DATA, "a.pdf", "1", None) is None
     store.keep_document(DOCUMENT, DATA, "1", None)
-    found = store.document(DATA, "b.pdf", "1", None)
+    found = store.document(DATA, "b/a.pdf", "1", None)
     assert found is not None
-    assert (found.path, found.pages, found.page_count, found.format) == ("b.pdf", DOCUMENT.pages, 3, "pdf")
+    assert (found.path, found.pages, found.page_count, found.format) == ("b/a.pdf", DOCUMENT.pages, 3, "pdf")
+    # The name tells how a file is read.
+    assert store.document(DATA, "a.txt", "1", None) is None
     assert found.sha256 != DOCUMENT.sha256
     for data, extractor, pages in ((DATA + b".", "1", None), (DATA, "2", None), (DATA, "1", "1-2")):
         assert store.document(data, "a.pdf", extractor, pages) is None
@@ -52,7 +55,7 @@ def test_a_document_comes_back_as_it_was_read(store: DocumentStore) -> None:
 
 def test_warnings_name_the_file_that_they_were_given_for(store: DocumentStore) -> None:
     store.keep_document(replace(DOCUMENT, warnings=("a.pdf: page 2 is empty",)), DATA, "1", None)
-    assert store.document(DATA, "b.pdf", "1", None) is None
+    assert store.document(DATA, "b/a.pdf", "1", None) is None
     found = store.document(DATA, "a.pdf", "1", None)
     assert found is not None
     assert found.warnings == ("a.pdf: page 2 is empty",)

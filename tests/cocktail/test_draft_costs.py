@@ -16,7 +16,7 @@ MEASURED = st.lists(st.tuples(st.sampled_from([1, 2, 3, 8, 20, 64]), st.floats(0
 @given(MEASURED, st.floats(0.0, 1.0), st.sampled_from([0.002, 0.1, 0.5]))
 def test_more_rows_never_take_less(measured: list[tuple[int, float]], several: float, slope: float) -> None:
     times = RowTimes(0.05, slope)
-    times.several = several
+    times.least_several = several
     for rows, seconds in measured:
         times.add(rows, seconds)
     found = [times(rows) for rows in range(1, 80)]
@@ -26,7 +26,7 @@ def test_more_rows_never_take_less(measured: list[tuple[int, float]], several: f
 
 def test_several_rows_are_taken_to_need_what_they_need_at_least() -> None:
     times = RowTimes(math.inf, 0.002)
-    times.several = 0.3
+    times.least_several = 0.3
     times.add(1, 0.1)
     assert times(1) == 0.1
     assert times(2) == 0.3
@@ -35,6 +35,12 @@ def test_several_rows_are_taken_to_need_what_they_need_at_least() -> None:
     assert times(2) == 0.2
     times.add(2, 0.15)
     assert times(2) == 0.15
+
+
+def test_each_row_adds_its_part_until_more_is_known() -> None:
+    times = RowTimes(1.0, 0.5)
+    times.add(1, 2.0)
+    assert (times(2), times(3)) == (3.0, 4.5)
 
 
 def test_what_happens_once_counts_for_little() -> None:

@@ -26,7 +26,6 @@ def test_a_token_stands_once_below_a_node() -> None:
 def test_worth_is_a_product_along_the_path() -> None:
     tree = small_tree()
     assert [node.worth for node in tree.nodes] == [1.0, 0.5, 0.25, 0.25]
-    assert tree.worth == 2.0
     assert (tree.depth, tree.depths, tree.path(3)) == (2, [0, 1, 1, 2], [0, 1, 3])
 
 

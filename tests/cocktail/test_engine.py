@@ -318,14 +318,14 @@ def test_window_without_room_says_what_fills_it(
 def test_running_out_of_memory_is_a_budget_error(
     document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cocktail import prefill
+    from cocktail import prefilled_context
 
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")):
 
         def fail(*args: object, error: Exception = error, **kwargs: object) -> None:
             raise error
 
-        monkeypatch.setattr(prefill, "prefill", fail)
+        monkeypatch.setattr(prefilled_context, "prefill", fail)
         with pytest.raises(BudgetError, match="Memory ran out"):
             ask(document, config)
 

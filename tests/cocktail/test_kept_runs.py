@@ -190,7 +190,7 @@ def test_damage_costs_a_warning_and_no_right_answer(document: Path, config: Conf
         assert answer.cache.kv == "hit"
 
 
-@pytest.mark.parametrize("failing", range(1, 6))
+@pytest.mark.parametrize("failing", range(1, 4))
 def test_complaint_52_a_disk_that_fills_up_costs_nothing_but_what_is_kept(
     failing: int, document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +211,9 @@ def test_complaint_52_a_disk_that_fills_up_costs_nothing_but_what_is_kept(
         monkeypatch.setattr(kv_file.KvFileWriter, name, filling(getattr(kv_file.KvFileWriter, name)))
     [answer] = ask(document, config)
     assert answer.answer == expected.answer
-    if calls >= failing:
-        assert kept_files(config) == []
-        assert not list((config.cache_dir or Path()).rglob("*.partial"))
+    assert calls >= failing
+    assert kept_files(config) == []
+    assert not list((config.cache_dir or Path()).rglob("*.partial"))
 
 
 def test_two_processes_do_not_keep_the_same_twice(

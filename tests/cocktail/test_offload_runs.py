@@ -25,6 +25,7 @@ from cocktail.engine import Request, answer_questions
 from cocktail.errors import BudgetError, ModelError, UsageError
 from cocktail.model import LoadedModel
 from cocktail.offload import host_weights, link
+from cocktail.prefill import prefill
 from cocktail.report import SilentReporter
 
 TEXT = "\n\n".join(
@@ -59,9 +60,16 @@ def document(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(deep_folder: Path) -> Config:
-    # How often layers are copied depends on what is drafted.
+    # How often layers are copied depends on what is drafted, and on whether the document was read before.
     return Config(
-        model=str(deep_folder), scorer="bm25", max_tokens=12, offline=True, device="cpu", restate=1, draft="off"
+        model=str(deep_folder),
+        scorer="bm25",
+        max_tokens=12,
+        offline=True,
+        device="cpu",
+        restate=1,
+        draft="off",
+        cache=False,
     )
 
 
@@ -285,19 +293,17 @@ def test_complaint_51_a_cut_shard_is_named_with_what_to_do(
 def test_complaint_51_a_shard_that_is_cut_during_the_run_ends_it_with_one_line(
     document: Path, config: Config, deep_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cocktail import prefill
-
     folder = tmp_path / "model"
     shutil.copytree(deep_folder, folder)
     monkeypatch.setattr(model, "free_host_bytes", lambda: 0)  # layers stay in their files
-    run = prefill.prefill
+    run = prefill
 
     def cut_first(*args: Any, **kwargs: Any) -> Any:
         with (folder / "model.safetensors").open("r+b") as stream:
             stream.truncate(30_000)
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(prefill, "prefill", cut_first)
+    monkeypatch.setattr("cocktail.prefilled_context.prefill", cut_first)
     least = least_budget(document, config)
     with pytest.raises(ModelError, match="was cut while it was read"):
         ask(document, replace(config, model=str(folder), vram_bytes=least, kv="int2"))
@@ -355,7 +361,7 @@ def test_hidden_states_may_be_kept_in_a_file(
         return rows_in_file(ids, own, folder)
 
     monkeypatch.setattr(Offload, "_rows_in_file", staticmethod(keep))
-    monkeypatch.setattr("cocktail.offloaded_model.free_host_bytes", lambda: 10)
+    monkeypatch.setattr("cocktail.prefilled_context.free_host_bytes", lambda: 10)
     [answer] = ask(document, config)
     assert engine
     assert used == [tmp_path / "cache"]
@@ -372,7 +378,7 @@ def test_hidden_states_that_the_disk_has_no_room_for_are_said_before_they_are_wr
     def refuse(*span: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("cocktail.offloaded_model.free_host_bytes", lambda: 10)
+    monkeypatch.setattr("cocktail.prefilled_context.free_host_bytes", lambda: 10)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(ModelError, match=r"is full|cannot be written") as caught:
         ask(document, config)

@@ -1,0 +1,71 @@
+"""What a document's keys and values depend on, and what to say where that differs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+# Of the forms of all files that are kept; those of another one are not looked at, and pruned like others.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class KvKey:
+    """What a document's keys and values depend on, each as a digest or a word.
+
+    Args:
+        document: SHA-256 of its bytes.
+        pages: those that were asked for.
+        extractor: of its text.
+        kept: the chunks of it that fit the model's window; "all" if all do.
+        template: the prompt's tokens before it.
+        model: its weights, tokenizer and configuration.
+        dtype: the run's.
+        rope: the model's rotary frequencies, which may depend on the run's length.
+        computed: by what device and which versions.
+        tokens: the context's token ids: the rest in one number.
+    """
+
+    document: str
+    pages: str
+    extractor: str
+    kept: str
+    template: str
+    model: str
+    dtype: str
+    rope: str
+    computed: str
+    tokens: str
+
+    @property
+    def folder(self) -> str:
+        """Of the files of one model, run in one way."""
+        return digest(VERSION, self.model, self.dtype, self.rope, self.computed)[:16]
+
+    @property
+    def name(self) -> str:
+        """Of the file, which begins with the document's."""
+        return f"{self.document[:16]}-{digest(VERSION, *asdict(self).values())[:16]}.safetensors"
+
+
+# What to say where only this differs from what is kept, the most telling first.
+DIFFERENCES = {
+    "extractor": "another version extracted the text",
+    "pages": "other pages were read",
+    "model": "another model",
+    "dtype": "another dtype",
+    "template": "another chat template",
+    "rope": "another RoPE factor",
+    "computed": "another device or version computed them",
+    "kept": "kept chunks differ",
+    "tokens": "the text differs",
+}
+
+
+def digest(*values: object) -> str:
+    """A name for some values."""
+    found = hashlib.sha256()
+    for value in values:
+        part = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
