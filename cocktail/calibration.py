@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,8 +13,10 @@ from pathlib import Path
 import torch
 
 from cocktail.cpu_name import cpu_name
+from cocktail.offload.accelerator import wait_for
 from cocktail.offload.link import copy_bytes, host_buffer
 from cocktail.offload.speed import DeviceSpeed
+from cocktail.sealed_file import replacing
 
 _COPY_BYTES = 64 * 2**20
 _MATRIX = 1024
@@ -77,23 +77,15 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The shortest of several times."""
     times = []
     for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         times.append(time.perf_counter() - start)
     return min(times)
 
 
 def _write(path: Path, body: dict[str, dict[str, float]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(body, file)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(json.dumps(body).encode())

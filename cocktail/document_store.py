@@ -61,7 +61,8 @@ class KeptEntry:
     used: float
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """Where a document is; standard input stays what it is."""
     return path if path == "-" else str(Path(path).absolute())
 
 
@@ -80,12 +81,13 @@ class DocumentStore:
 
     def document(self, data: bytes, path: str, extractor: str, pages: str | None) -> Document | None:
         """A document as it was read before."""
-        place = self._text_path(data, path, extractor, pages)
+        sha256 = hashlib.sha256(data).hexdigest()
+        place = self._text_path(sha256, path, extractor, pages)
         body = self._read(place)
         if body is None:
             return None
         held = json.loads(body)
-        where = _absolute(path)
+        where = absolute(path)
         if where not in held["paths"]:
             if held["warnings"]:
                 return None  # they name the file
@@ -94,7 +96,7 @@ class DocumentStore:
         return Document(
             path,
             held["format"],
-            hashlib.sha256(data).hexdigest(),
+            sha256,
             tuple(Page(*page) for page in held["pages"]),
             held["page_count"],
             tuple(held["warnings"]),
@@ -102,18 +104,18 @@ class DocumentStore:
 
     def keep_document(self, document: Document, data: bytes, extractor: str, pages: str | None) -> None:
         """Keeps a document that was read."""
+        sha256 = hashlib.sha256(data).hexdigest()
         held = {
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "paths": [_absolute(document.path)],
+            "sha256": sha256,
+            "paths": [absolute(document.path)],
             "format": document.format,
             "pages": [[getattr(page, item.name) for item in fields(page)] for page in document.pages],
             "page_count": document.page_count,
             "warnings": document.warnings,
         }
-        self._write(self._text_path(data, document.path, extractor, pages), json.dumps(held).encode())
+        self._write(self._text_path(sha256, document.path, extractor, pages), json.dumps(held).encode())
 
-    def _text_path(self, data: bytes, path: str, extractor: str, pages: str | None) -> Path:
-        document = hashlib.sha256(data).hexdigest()
+    def _text_path(self, document: str, path: str, extractor: str, pages: str | None) -> Path:
         # A file's name tells how its text is read.
         name = PurePath(path).name.lower()
         return self.root / "text" / f"{document[:16]}-{digest(VERSION, document, name, extractor, pages)[:16]}"
@@ -167,7 +169,7 @@ class DocumentStore:
 
     def _kept_under(self, path: str) -> set[str]:
         """The first digits of the documents whose file had this path."""
-        where = _absolute(path)
+        where = absolute(path)
         return {document[:16] for document, paths in self._paths().items() if where in paths}
 
     def _paths(self) -> dict[str, list[str]]:
@@ -211,8 +213,7 @@ class DocumentStore:
             with map_disk_errors(self.root):
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 missing = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self.root).free
-                held = self._size()
-                self.prune(min(self.limit_bytes - needed_bytes, held - max(0, missing)))
+                self.prune(self.limit_bytes - needed_bytes, missing)
                 check_space(self.root, needed_bytes + _SPARE_BYTES, "Keeping the document")
         except (ModelError, OSError) as error:
             self.keep_no_more(error)
@@ -227,18 +228,13 @@ class DocumentStore:
                 found.append((path.stat().st_mtime, path))
         return [path for _, path in sorted(found)]
 
-    def _size(self) -> int:
-        """Bytes of all files, those that are being written too."""
-        total = 0
-        for path in [*self._scan("*"), *self._scan(".*.partial")]:
-            with suppress(OSError):
-                total += path.stat().st_size
-        return total
-
-    def prune(self, limit_bytes: int) -> int:
+    def prune(self, limit_bytes: int, least_bytes: int = 0) -> int:
         """Removes what was not used for the longest time until the rest takes no more than so many bytes.
 
         What a process that was killed left half written goes as well.
+
+        Args:
+            least_bytes: to be freed even so.
 
         Returns:
             Bytes that are free again.
@@ -253,9 +249,9 @@ class DocumentStore:
                 sizes[path] = path.stat().st_size
         total, freed = sum(sizes.values()), 0
         for path in sizes:
-            if total - freed <= limit_bytes:
+            if total - freed <= limit_bytes and freed >= least_bytes:
                 break
-            freed += self._removed(path)
+            freed += self.remove(path)
         return freed
 
     def entries(self) -> list[KeptEntry]:
@@ -295,26 +291,24 @@ class DocumentStore:
         with suppress(OSError):
             named.add(hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16])
         named |= self._kept_under(path)
-        hidden = [file for file in self._scan(".*") if file.name[1:17] in named]
-        return sum(self._removed(file) for file in [*self.files(), *hidden] if file.name.lstrip(".")[:16] in named)
+        return sum(self.remove(file) for file in self._everything() if file.name.lstrip(".")[:16] in named)
 
     def clear(self) -> int:
         """Removes everything; the bytes that are free again."""
-        return sum(self._removed(file) for file in [*self.files(), *self._scan(".*")])
+        return sum(map(self.remove, self._everything()))
 
-    def _removed(self, path: Path) -> int:
-        size = 0
-        with suppress(OSError):
-            size = path.stat().st_size
-        return size if self.remove(path) else 0
+    def _everything(self) -> list[Path]:
+        """All files, locks and what is half written among them."""
+        return [*self._scan("*"), *self._scan(".*")]
 
-    def remove(self, path: Path) -> bool:
-        """Removes a file; False if it cannot be."""
+    def remove(self, path: Path) -> int:
+        """Removes a file; the bytes that are free again, 0 if it cannot be."""
         try:
-            path.unlink(missing_ok=True)
+            size = path.stat().st_size
+            path.unlink()
         except OSError:
-            return False
-        return True
+            return 0
+        return size
 
     def damaged(self, path: Path) -> None:
         """Says once that something kept is not what was written, and removes it."""

@@ -18,6 +18,7 @@ from cocktail.draft_tree import NGRAM, SELF, DraftTree
 from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kv_cache import MixedKVCache
 from cocktail.ngram import MAX_MATCH, NgramIndex
+from cocktail.offload.accelerator import wait_for
 from cocktail.prefill import spans
 from cocktail.sampling import Sampler, pick, uniform
 from cocktail.verify import DRAFT
@@ -250,8 +251,7 @@ class ModelDraft:
         began = self._clock()
         with self._view():
             logits = self._step.run(ids, positions, tail_len + first, mask.to(device))[:, : self._vocab_size]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         if not is_captured:
             self.times.add(len(rows), self._clock() - began)
         return logits

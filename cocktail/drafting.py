@@ -18,8 +18,11 @@ from cocktail.speculate import Limits, Speculator
 from cocktail.substitute import DraftView
 
 if TYPE_CHECKING:
+    import torch
+
     from cocktail.job import Job
     from cocktail.model import LoadedModel
+    from cocktail.offload.weight_stream import WeightStream
 
 # With resident weights a step is cheap, and a draft that is wrong more often than right is not worth its rows.
 MIN_ACCEPTANCE = 0.4
@@ -80,10 +83,17 @@ def make_speculator(
         limits=draft_limits(job.drafted_tokens, streamed=streamed, rejects=rejects),
         streamed=streamed,
         pass_seconds=job.residency.copy_seconds if streamed and draft is not None else None,
-        # A card waits for copies by itself.
-        waited=None if stream is None or cache.device.type == "cuda" else lambda: stream.stats.waited_seconds,
+        waited=host_waits(stream, cache.device),
         note=note,
     )
+
+
+def host_waits(stream: WeightStream | None, device: torch.device) -> Callable[[], float] | None:
+    """Reads the seconds that passes have waited for streamed weights; None where that is not known."""
+    # A card waits by itself.
+    if stream is None or device.type == "cuda":
+        return None
+    return lambda: stream.stats.waited_seconds
 
 
 def draft_limits(tokens: int, *, streamed: bool, rejects: bool) -> Limits:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import filelock
@@ -17,7 +16,7 @@ from cocktail.answer import CacheStats
 from cocktail.config import Config
 from cocktail.disk import map_disk_errors
 from cocktail.document import Document, document_bytes, extractor_version, read_document
-from cocktail.document_store import NOT_READ, DocumentStore
+from cocktail.document_store import NOT_READ, DocumentStore, absolute
 from cocktail.errors import ModelError
 from cocktail.kv_key import KvKey, digest
 from cocktail.model_folder import models_dir, weights_key
@@ -43,7 +42,7 @@ def open_store(config: Config, reporter: Reporter) -> DocumentStore:
 
 @dataclass
 class KeptDocument:
-    """A document, its store and whether it was there; `store` is None where none is used, and `reason` says why."""
+    """A document, its store and whether it was there; `store` is None where none is used, and `stats` says why."""
 
     document: Document
     store: DocumentStore | None
@@ -152,11 +151,11 @@ class KeptKV:
         needed = kv_file_bytes(job.geometry, job.layout.context_len, self._loaded.dtype)
         if not self._store.make_room(needed):
             return None
-        offload, source = self._loaded.offload, self._document.document.path
+        offload = self._loaded.offload
         metadata = {
-            **{name: getattr(self._key, name) for name in self._key.__dataclass_fields__},
-            "path": source if source == "-" else str(Path(source).absolute()),
-            "model_name": self._job.reading.folder.name,
+            **asdict(self._key),
+            "path": absolute(self._document.document.path),
+            "model_name": job.reading.folder.name,
             "document_tokens": str(len(job.reading.tokenized.token_ids)),
         }
         with ExitStack() as stack:

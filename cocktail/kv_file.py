@@ -19,13 +19,14 @@ import numpy as np
 import torch
 import xxhash
 
+from cocktail.checkpoint import DTYPES
 from cocktail.context import KVGeometry, LayerContext
 from cocktail.errors import ModelError
 from cocktail.model_folder import read_safetensors_header
 from cocktail.offload.accelerator import Accelerator
 from cocktail.sealed_file import replacing
 
-_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DIGESTS = "digests"
 # Of the table's end: what any dtype's view wants.
 _ALIGNMENT = 64
@@ -43,7 +44,7 @@ def _table(geometry: KVGeometry, context_len: int, dtype: torch.dtype, metadata:
     at = 0
     for layer in range(geometry.num_layers):
         for name in ("key", "value"):
-            table[f"layers.{layer}.{name}"] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [at, at + size]}
+            table[f"layers.{layer}.{name}"] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [at, at + size]}
             at += size
     count = 1 + geometry.num_layers
     table[_DIGESTS] = {"dtype": "U64", "shape": [count], "data_offsets": [at, at + 8 * count]}
@@ -133,7 +134,7 @@ class KvFile:
     """
 
     def __init__(self, path: Path, accelerator: Accelerator | None = None) -> None:
-        self.path, self._accelerator = path, accelerator
+        self._accelerator = accelerator
         try:
             with path.open("rb") as file:
                 table, self._start = read_safetensors_header(file, path)
@@ -166,8 +167,7 @@ class KvFile:
 
     def _view(self, span: Mapping[str, Any]) -> torch.Tensor:
         first, last = (self._start + offset for offset in span["data_offsets"])
-        dtype = {name: dtype for dtype, name in _DTYPES.items()}[span["dtype"]]
-        return self._mapped[first:last].view(dtype).view(span["shape"])
+        return self._mapped[first:last].view(DTYPES[span["dtype"]]).view(span["shape"])
 
 
 def _mapped(descriptor: int) -> torch.Tensor:

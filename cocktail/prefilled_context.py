@@ -16,7 +16,7 @@ from cocktail.model import LoadedModel
 from cocktail.model_folder import models_dir
 from cocktail.offload.accelerator import wait_for
 from cocktail.offloaded_model import free_host_bytes
-from cocktail.prefill import ContextSource, StoredContext, extend, prefill
+from cocktail.prefill import ContextSink, ContextSource, StoredContext, extend, prefill
 from cocktail.report import Reporter
 from cocktail.stopwatch import Stopwatch
 
@@ -79,7 +79,7 @@ class PrefilledContext:
             self._reporter.note("host memory has no room for the hidden states: they are kept in a file meanwhile")
         home = torch.device("cpu") if on_host else loaded.device
         self._keeping = keeping = self._kept.keeping()
-        sinks = [sink for sink in (stored, keeping) if sink is not None]
+        sinks: list[ContextSink] = [keeping] if stored is None else [stored, keeping]
         with self._reporter.stage("prefill", total=job.geometry.num_layers, unit="layers") as advance, loaded.active():
             with nullcontext() if accelerator is None else accelerator.host(on_host):
                 context_ids, suffix_ids = (torch.tensor(ids, device=home) for ids in (job.context_ids, suffixes[index]))

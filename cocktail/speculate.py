@@ -161,7 +161,7 @@ class Speculator:
             began = self._clock()
             tokens = self._plain(token)
             if steps:
-                self._levels = _LEVELS_KEPT * self._levels[0], _LEVELS_KEPT * self._levels[1] + 1
+                self._count_levels(0, 1)
                 self.counts.dropped_steps += steps
                 self.counts.draft_seconds += drafted
                 self.counts.add_saved(-drafted)
@@ -269,11 +269,15 @@ class Speculator:
         self.counts.add_saved(emitted * self._verify(1) - drafted - seconds)
         accepted = len(verdict.path) - 1
         if self._draft is not None and any(node.source == self._draft.source for node in tree.nodes):
-            held = (_LEVELS_KEPT * count for count in self._levels)
             # A level behind one that was refused says nothing.
-            self._levels = next(held) + accepted, next(held) + accepted + (accepted < tree.depth)
+            self._count_levels(accepted, accepted + (accepted < tree.depth))
         self._remember(emitted, accepted, tree.depth, drafted + seconds)
         return verdict.tokens
+
+    def _count_levels(self, accepted: int, verified: int) -> None:
+        """Takes a round of the draft into its record."""
+        before = self._levels
+        self._levels = _LEVELS_KEPT * before[0] + accepted, _LEVELS_KEPT * before[1] + verified
 
     def _plain(self, token: int) -> list[int]:
         began, waited = self._clock(), 0.0 if self._waited is None else self._waited()

@@ -29,7 +29,7 @@ from cocktail.decode_step import DecodeStep
 from cocktail.document import read_document
 from cocktail.draft import MAX_CHILDREN, ModelDraft, NgramDraft
 from cocktail.draft_costs import Calibration
-from cocktail.drafting import draft_limits
+from cocktail.drafting import draft_limits, host_waits
 from cocktail.engine import Request
 from cocktail.errors import CocktailError, UsageError
 from cocktail.interrupts import check_interrupt
@@ -183,10 +183,9 @@ class _Bench:
             chosen = [row for row in rows if (row.kind, row.resident_layers) == (kind, count)]
             with self._placed(streamed, rate):
                 for number in range(self.benchmark.repeats):
-                    pass_seconds = self._pass_seconds(logits, len(expected))
                     for turn, (row, variant) in enumerate(zip(chosen, self.benchmark.variants, strict=True)):
                         check_interrupt()
-                        if turn and self.benchmark.repeats > 1:
+                        if turn == 0 or self.benchmark.repeats > 1:
                             pass_seconds = self._pass_seconds(logits, len(expected))
                         row.prompts += number == 0
                         try:
@@ -261,14 +260,14 @@ class _Bench:
     def _speculator(
         self, job: Job, variant: DraftVariant, streamed: Sequence[int], sampler: Sampler, pass_seconds: float
     ) -> tuple[Speculator, ModelDraft | None]:
-        hosted, calibration, stream = self.hosted, Calibration(), self.hosted.stream
+        hosted, calibration = self.hosted, Calibration()
         cache, model = hosted.cache, hosted.model
         draft = ngram = None
         form = variant.form
-        if variant.is_auto and not streamed:
-            form = None
         if form is not None and not streamed:
-            raise UsageError("every layer is resident: there is nothing to substitute")
+            if not variant.is_auto:
+                raise UsageError("every layer is resident: there is nothing to substitute")
+            form = None
         if form is not None:
             every = self._substitutes(form)
             chosen = every if variant.replaces_all else {index: every[index] for index in streamed}
@@ -301,7 +300,7 @@ class _Bench:
             limits=limits,
             streamed=bool(streamed),
             pass_seconds=None if draft is None else pass_seconds,
-            waited=None if stream is None or hosted.device.type == "cuda" else lambda: stream.stats.waited_seconds,
+            waited=host_waits(hosted.stream, hosted.device),
         )
         return spec, draft
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from cocktail import attention, drafting
 from cocktail.speculate import Limits
-from tests.cocktail.drafted_runs import saved
+from tests.cocktail.drafted_runs import TEXT, saved
 
 SMALL: dict[str, Any] = {
     "vocab_size": 384,
@@ -79,6 +79,14 @@ def family(request: pytest.FixtureRequest) -> str:
 def make_model() -> Callable[..., PreTrainedModel]:
     """`tiny_model`."""
     return tiny_model
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    """A short text file."""
+    path = tmp_path / "mill.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -17,15 +17,13 @@ from cocktail.engine import Request, answer_questions
 from cocktail.errors import BudgetError
 from cocktail.report import SilentReporter
 
-TEXT = "\n\n".join(
-    [
-        "The mill stands by the river and grinds wheat for three villages.",
-        "Its wheel was cut from oak in the year 1843 by the carpenter Ilse Brandt.",
-        "Every spring the sluice is opened to let the ice through.",
-        "The miller keeps eleven cats against the mice.",
-    ]
-    * 3
+PARAGRAPHS = (
+    "The mill stands by the river and grinds wheat for three villages.",
+    "Its wheel was cut from oak in the year 1843 by the carpenter Ilse Brandt.",
+    "Every spring the sluice is opened to let the ice through.",
+    "The miller keeps eleven cats against the mice.",
 )
+TEXT = "\n\n".join(PARAGRAPHS * 3)
 QUESTIONS = ("Who cut the wheel?", "How many cats are there?")
 
 

@@ -17,6 +17,7 @@ from cocktail.model import context_window, load_config, load_model, load_tokeniz
 from cocktail.model_folder import models_dir, verify
 from cocktail.model_source import resolve_model
 from cocktail.report import SilentReporter
+from tests.cocktail.notes import Notes
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 1
 
@@ -65,15 +66,6 @@ def write_gguf(path: Path, architecture: str = "llama") -> dict[str, np.ndarray]
     writer.write_tensors_to_file()
     writer.close()
     return tensors
-
-
-class Notes(SilentReporter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
 
 
 @pytest.fixture

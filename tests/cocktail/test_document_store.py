@@ -12,22 +12,11 @@ import pytest
 from cocktail.document import Document, Page
 from cocktail.document_store import DocumentStore
 from cocktail.kv_key import KvKey, digest
-from cocktail.report import SilentReporter
+from tests.cocktail.notes import Notes
 
 DATA = b"the bytes of a file"
 DOCUMENT = Document("a.pdf", "pdf", "unused", (Page(1, "i", "One \u00e9 \ud7ff", 0.5), Page(2, "1", "", 1.0)), 3, ())
 KEY = KvKey("ab" * 32, "", "1", "all", "t", "m", "bfloat16", "", "cpu", "x")
-
-
-class Notes(SilentReporter):
-    """Keeps notes too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
 
 
 @pytest.fixture

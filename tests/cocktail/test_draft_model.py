@@ -19,7 +19,7 @@ from cocktail.config import Config
 from cocktail.errors import BudgetError, CocktailError, ModelError, UsageError
 from cocktail.job import Job
 from cocktail.kv_cache import MixedKVCache
-from tests.cocktail.drafted_runs import QUESTIONS, TEXT, ask, least_budget, saved
+from tests.cocktail.drafted_runs import QUESTIONS, ask, least_budget, saved
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +27,6 @@ def draft_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """As the target, of one narrower layer."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
     return saved(tmp_path_factory.mktemp("models") / "draft", tiny_folder, 4, **sizes)
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Path:
-    path = tmp_path / "mill.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -12,16 +12,9 @@ import torch
 from cocktail.answer import Answer
 from cocktail.cli.render import speculation_rows
 from cocktail.config import Config
-from tests.cocktail.drafted_runs import QUESTIONS, TEXT, ask, least_budget
+from tests.cocktail.drafted_runs import QUESTIONS, ask, least_budget
 
 BITS = ("4", "3", "2", "nf4")
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Path:
-    path = tmp_path / "mill.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
 
 
 @pytest.fixture

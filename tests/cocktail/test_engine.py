@@ -21,13 +21,6 @@ from cocktail.errors import BudgetError, CocktailError, ModelError, NoTextError,
 from cocktail.offload.ledger import LedgerOutOfMemoryError
 from cocktail.report import SilentReporter
 
-PARAGRAPHS = [
-    "The mill stands by the river and grinds wheat for three villages.",
-    "Its wheel was cut from oak in the year 1843 by the carpenter Ilse Brandt.",
-    "Every spring the sluice is opened to let the ice through.",
-    "The miller keeps eleven cats against the mice.",
-]
-
 
 class Recording(SilentReporter):
     """Keeps the streamed text and the stages too."""
@@ -45,13 +38,6 @@ class Recording(SilentReporter):
         self.stages.append(name)
         with super().stage(name, total, unit) as advance:
             yield advance
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Path:
-    path = tmp_path / "mill.txt"
-    path.write_text("\n\n".join(PARAGRAPHS * 3), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -25,16 +25,10 @@ from cocktail.config import KV_POLICIES, Config
 from cocktail.engine import Request, answer_questions
 from cocktail.kept_context import open_store
 from cocktail.report import SilentReporter
-from tests.cocktail.test_engine import PARAGRAPHS, Recording
+from tests.cocktail.drafted_runs import PARAGRAPHS
+from tests.cocktail.test_engine import Recording
 
 WHO, CATS = "Who cut the wheel?", "How many cats are there?"
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Path:
-    path = tmp_path / "mill.txt"
-    path.write_text("\n\n".join(PARAGRAPHS * 3), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -52,13 +52,6 @@ def deep_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def document(tmp_path: Path) -> Path:
-    path = tmp_path / "mill.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
-
-
-@pytest.fixture
 def config(deep_folder: Path) -> Config:
     # How often layers are copied depends on what is drafted, and on whether the document was read before.
     return Config(
