@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from typing import Any
+
+from cocktail import __version__
 
 SCHEMA_VERSION = 1
 
@@ -180,3 +184,9 @@ def error_json(code: str, message: str, hint: str | None, identity: str | None =
         "warnings": [],
         "error": {"code": code, "message": message, "hint": hint},
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes an answer."""
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return {"cocktail": __version__, "python": platform.python_version(), **packages}

@@ -99,8 +99,14 @@ class Job:
         return [*self.reading.prompt.prefix_ids, *self.reading.tokenized.token_ids.tolist()]
 
 
-def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
+def plan_job(reading: Reading, config: Config, reporter: Reporter, held_bytes: int = 0) -> Job:
     """Plans every question's bits, and which layers stay on the device, so that the run fits.
+
+    Args:
+        reading: what is read.
+        config: the settings.
+        reporter: told what is given up.
+        held_bytes: of this machine's memory that an earlier run's model takes, which this one may have.
 
     Raises:
         ModelError: the configuration is damaged.
@@ -109,7 +115,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     """
     device, dtype = resolve_device_dtype(config, reading.hf_config)
     on_cuda = device.type == "cuda"
-    budget_bytes, limit_bytes = budget_of(config, device, reporter)
+    budget_bytes, limit_bytes = budget_of(config, device, reporter, held_bytes)
     check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
     several = len(reading.suffixes) > 1
     lengths = Lengths(
@@ -160,10 +166,10 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter) -> Job:
     return job
 
 
-def budget_of(config: Config, device: torch.device, reporter: Reporter) -> tuple[int | None, int]:
+def budget_of(config: Config, device: torch.device, reporter: Reporter, held_bytes: int = 0) -> tuple[int | None, int]:
     """What a run may take of a device, None for a CPU that is not given a budget, and what it may take at most then."""
     on_cuda = device.type == "cuda"
-    available = free_bytes(on_cuda)
+    available = free_bytes(on_cuda) + (0 if on_cuda else held_bytes)
     # A card has a limit whether or not one is given.
     if config.vram_auto or (on_cuda and config.vram_bytes is None):
         budget_bytes = int(available * (1 - AUTO_MARGIN))
@@ -212,7 +218,7 @@ def check_link(config: Config, device: torch.device, *, emulated: bool) -> None:
 def free_bytes(on_cuda: bool) -> int:
     """Memory that this run may take: of the card, its own context included, or of this machine, swap included."""
     if on_cuda:
-        # What the encoder left cached is free for the model.
+        # What the encoder left cached is free for the model, and what an earlier run's model holds is this one's.
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0] + CUDA_CONTEXT_BYTES
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() + CUDA_CONTEXT_BYTES
     return psutil.virtual_memory().available + psutil.swap_memory().free

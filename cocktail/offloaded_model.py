@@ -125,6 +125,14 @@ class Offload:
         ledger = self.accelerator.ledger
         return torch.cuda.max_memory_reserved(self.accelerator.device) if ledger is None else ledger.peak_bytes
 
+    def restart_peak(self) -> None:
+        """Counts the peak from now on, for another run."""
+        ledger = self.accelerator.ledger
+        if ledger is None:
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
+        else:
+            ledger.restart_peak()
+
     def describe(self) -> str:
         """What was streamed since this was asked before, for the statistics of one answer."""
         if self.stream is None or self.host is None:

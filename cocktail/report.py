@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 StageContext = AbstractContextManager[Callable[[int], None]]
@@ -58,3 +59,22 @@ class SilentReporter:
 
     def reasoning(self, piece: str) -> None:
         pass
+
+
+@dataclass
+class Recorder:
+    """Passes everything on to a reporter and keeps the warnings, for the JSON."""
+
+    reporter: Reporter
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.note, self.text, self.reasoning = self.reporter.note, self.reporter.text, self.reporter.reasoning
+        self.status = self.reporter.status
+
+    def stage(self, name: str, total: int | None = None, unit: str = "") -> StageContext:
+        return self.reporter.stage(name, total, unit)
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+        self.reporter.warn(message)

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from cocktail.answer import versions
 from cocktail.cpu_name import cpu_name
-from cocktail.engine import versions
 from cocktail.errors import UsageError
 from cocktail.kernels.compiled import max_threads
 

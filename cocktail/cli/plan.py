@@ -140,7 +140,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
     Beside the fields that an answer's `plan` has, `plan` holds where everything would be (`streamed_layers` by number,
     `why_these_layers` in words), the peak by `parts` in bytes, and predicted seconds.
     """
-    from cocktail.engine import versions
+    from cocktail.answer import versions
 
     target, kv, speed = report.target, report.kv, report.target.speed
     by_precision = None if kv is None else {**kv.by_precision, "outside_chunks": kv.outside_chunks}

@@ -64,6 +64,11 @@ class Ledger(TorchDispatchMode):
         finally:
             self.on_host = before
 
+    def restart_peak(self) -> None:
+        """Counts the peak from what is held now."""
+        self._recount()
+        self.peak_bytes = self.held_bytes
+
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()

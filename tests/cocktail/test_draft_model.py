@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from cocktail import draft_model, model, prefill
+from cocktail import answering, draft_model, loaded_models, prefill
 from cocktail.bit_plan import FULL, BitPlan
 from cocktail.config import Config
 from cocktail.errors import BudgetError, CocktailError, ModelError, UsageError
@@ -47,8 +47,8 @@ def config(target_folder: Path, draft_folder: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "load_model", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr(draft_model, "load_draft_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loaded_models, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loaded_models, "load_draft_model", lambda *_, **__: pytest.fail("weights were read"))
 
 
 @pytest.mark.usefixtures("always")
@@ -113,7 +113,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int, MixedKVCac
         return cache
 
     monkeypatch.setattr(draft_model, "prefill", keep_ids)
-    monkeypatch.setattr(draft_model, "prefill_draft", keep)
+    monkeypatch.setattr(answering, "prefill_draft", keep)
     return seen
 
 

@@ -174,12 +174,12 @@ def test_complaint_15_the_default_model_finds_a_password_anywhere(
 def test_complaint_12_an_answer_that_is_not_in_the_document_is_flagged(
     document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cocktail import decode
+    from cocktail import answering, decode
 
     def refuse(*args: object, on_text: object = None, **kwargs: object) -> decode.Generation:
         return decode.Generation(token_ids=[1, 2], text="Not in the document.", finish_reason="stop")
 
-    monkeypatch.setattr(decode, "generate", refuse)
+    monkeypatch.setattr(answering, "generate", refuse)
     [answer] = ask(document, config)
     assert answer.to_json()["answered"] is False
     assert answer.citations == ()
@@ -188,12 +188,12 @@ def test_complaint_12_an_answer_that_is_not_in_the_document_is_flagged(
 def test_budget_that_does_not_fit_is_refused_before_weights_are_read(
     document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cocktail import model
+    from cocktail import loaded_models
 
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(model, "load_model", forbidden)
+    monkeypatch.setattr(loaded_models, "load_model", forbidden)
     with pytest.raises(BudgetError) as caught:
         ask(document, replace(config, vram_bytes=1000))
     assert caught.value.exit_code == 6
@@ -267,7 +267,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("cocktail.model.load_model", refuse)
+    monkeypatch.setattr("cocktail.loaded_models.load_model", refuse)
 
 
 @pytest.mark.parametrize(
@@ -352,9 +352,9 @@ def test_complaint_59_interrupt_in_mid_answer_keeps_the_text(document: Path, con
 
 
 def test_inspect_reads_no_weights(document: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cocktail import model
+    from cocktail import loaded_models
 
-    monkeypatch.setattr(model, "load_model", None)
+    monkeypatch.setattr(loaded_models, "load_model", None)
     bare = inspect_document(Request(str(document), ()), config, SilentReporter())
     assert bare.scores is None
     assert bare.plan is None

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cocktail import job, model
+from cocktail import job, loaded_models, model
 from cocktail.answer import Answer
 from cocktail.config import Config
 from cocktail.engine import Request, answer_questions
@@ -76,7 +76,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[LoadedModel]:
         kept.append(load(*args, **kwargs))
         return kept[-1]
 
-    monkeypatch.setattr(model, "load_model", keep)
+    monkeypatch.setattr(loaded_models, "load_model", keep)
     return kept
 
 
@@ -138,7 +138,7 @@ def test_every_layer_is_copied_once_for_the_first_token_and_once_for_each_other(
     questions = ("Who?", "Who cut the wheel?", "When?")
     budget = least_budget(document, config, *questions)
     seen: list[dict[int, int]] = []
-    from cocktail import decode
+    from cocktail import answering, decode
 
     generate = decode.generate
 
@@ -149,7 +149,7 @@ def test_every_layer_is_copied_once_for_the_first_token_and_once_for_each_other(
         seen.append(dict(offload.stream.stats.used))
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(decode, "generate", keep_counts)
+    monkeypatch.setattr(answering, "generate", keep_counts)
     # Three questions: the others run their suffix over the context that the first one read.
     answers = ask(document, replace(config, vram_bytes=budget, kv="int2"), *questions)
     used = loaded[-1].offload.stream.stats.used  # type: ignore[union-attr]
