@@ -155,7 +155,7 @@ class Answer:
     model: ModelInfo
     versions: dict[str, str]
     warnings: tuple[str, ...] = ()
-    id: str | None = None
+    id: str | int | None = None
     # Not part of the JSON object.
     reasoning: str = field(default="", compare=False)
     steps: str = field(default="", compare=False)
@@ -172,7 +172,7 @@ class Answer:
         return {"schema_version": SCHEMA_VERSION, "ok": True, "id": identity, **body, "error": None}
 
 
-def error_json(code: str, message: str, hint: str | None, identity: str | None = None) -> dict[str, Any]:
+def error_json(code: str, message: str, hint: str | None, identity: str | int | None = None) -> dict[str, Any]:
     """The contract's JSON object of a run that failed: every key of an answer's, null where nothing is known."""
     unknown = {item.name: None for item in fields(Answer) if item.name not in ("id", *NOT_IN_JSON)}
     return {

@@ -178,7 +178,7 @@ def _answer(
         finish_reason=generation.finish_reason,
         citations=citations,
         usage=Usage(
-            prompt_tokens=job.layout.context_len + len(reading.suffixes[index]),
+            prompt_tokens=job.layout.context_len + len(job.history_ids) + len(reading.suffixes[index]),
             document_tokens=kept,
             completion_tokens=len(generation.token_ids),
             truncated_tokens=reading.truncated_tokens,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cocktail.config import UNIFORM_POLICIES
+
+if TYPE_CHECKING:
+    from cocktail.context import ContextLayout
 
 FULL = 16  # the unquantized class, held in the run's dtype
 LABELS = {FULL: "fp16", 8: "int8", 4: "int4", 3: "int3", 2: "int2"}
@@ -76,3 +82,46 @@ def _paper_rule(scores: np.ndarray, alpha: float, beta: float) -> np.ndarray:
     t_low = min(s_min + (s_max - s_min) * alpha, s_max)
     t_high = max(s_max - (s_max - s_min) * beta, s_min)
     return np.where(s < t_low, 2, np.where(s > t_high, FULL, 4))
+
+
+def history_plan(plan: BitPlan, layout: ContextLayout, recent_tokens: int, bits: int) -> BitPlan:
+    """A document's plan, gone on with over the earlier questions and answers that follow it.
+
+    Args:
+        plan: bits of the document's chunks.
+        layout: of document and history together.
+        recent_tokens: the last tokens of the history, which stay unquantized.
+        bits: of the chunks before them, a chunk that the document's end and the history's beginning share included.
+    """
+    chunks = layout.num_chunks - plan.k_bits.shape[1]
+    recent = max(0, recent_tokens - layout.remainder_len)
+    older = max(0, chunks - -(-recent // layout.chunk_size))
+    added = np.full((1, chunks), FULL, dtype=np.int8)
+    added[:, :older] = bits
+
+    def extended(document: np.ndarray) -> np.ndarray:
+        return np.concatenate([document, np.repeat(added, len(document), axis=0)], axis=1)
+
+    return BitPlan(plan.policy, extended(plan.k_bits), extended(plan.v_bits))
+
+
+def within(plan: BitPlan, scores: np.ndarray, fits: Callable[[BitPlan], bool]) -> BitPlan:
+    """A plan, or one in which the fewest of the unquantized chunks that score lowest have 4 bits so that it fits.
+
+    Args:
+        plan: one question's.
+        scores: [num_chunks], the question's.
+        fits: whether there is room for a plan; there must be if no chunk but the first is unquantized.
+    """
+    if fits(plan):
+        return plan
+    chosen = plan.unquantized[plan.unquantized > 0]
+    chosen = chosen[np.argsort(scores[chosen], kind="stable")]
+
+    def lowered(count: int) -> BitPlan:
+        k_bits, v_bits = plan.k_bits.copy(), plan.v_bits.copy()
+        for array in (k_bits, v_bits):
+            array[:, chosen[:count]] = 4
+        return BitPlan(plan.policy, k_bits, v_bits)
+
+    return lowered(bisect_left(range(len(chosen)), True, key=lambda count: fits(lowered(count))))

@@ -10,6 +10,7 @@ from cocktail.errors import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
+CACHE_FORMS = ("exact", "int8")
 UNIFORM_POLICIES = ("fp16", "int8", "int4", "int2")  # every chunk alike, so no thresholds
 KV_POLICIES = ("cocktail", "cocktail-paper", *UNIFORM_POLICIES)
 DRAFTS = ("auto", "self", "ngram", "off")
@@ -43,6 +44,7 @@ class Config:
     beta: float = 0.1
     kv: str = "cocktail"
     restate: int = 3  # passages repeated between document and question
+    history: int = 2048  # tokens of a chat's earlier questions and answers
     draft: str = "auto"
     draft_bits: str = "4"  # of the substitutes of streamed layers
     draft_max: int = 64  # tokens that a draft's tree holds at most
@@ -52,6 +54,7 @@ class Config:
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
     cache: bool = True  # what is read of documents is kept on disk
     cache_bytes: int = 20_000_000_000  # that it may take
+    cache_form: str = "exact"  # of a document's keys and values there
 
     @property
     def drafted_tokens(self) -> int:
@@ -66,11 +69,13 @@ class Config:
         check(self.device in DEVICES, "--device", self.device, "one of " + ", ".join(DEVICES))
         check(self.dtype in DTYPES, "--dtype", self.dtype, "one of " + ", ".join(DTYPES))
         check(self.kv in KV_POLICIES, "--kv", self.kv, "one of " + ", ".join(KV_POLICIES))
+        check(self.cache_form in CACHE_FORMS, "--cache-form", self.cache_form, "one of " + ", ".join(CACHE_FORMS))
         check(self.max_tokens >= 1, "--max-tokens", self.max_tokens, "at least 1")
         check(0 <= self.temperature < math.inf, "--temperature", self.temperature, "0 or more")
         check(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
         check(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
         check(0 <= self.restate <= 10, "--restate", self.restate, "from 0 (off) to 10 passages")
+        check(self.history >= 0, "--history", self.history, "0 (none) or more tokens")
         check(self.draft in DRAFTS, "--draft", self.draft, "one of " + ", ".join(DRAFTS))
         check(self.draft_bits in DRAFT_BITS, "--draft-bits", self.draft_bits, "one of " + ", ".join(DRAFT_BITS))
         check(1 <= self.draft_max <= 256, "--draft-max", self.draft_max, "from 1 to 256 tokens")

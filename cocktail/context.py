@@ -56,6 +56,16 @@ class ContextLayout:
     chunk_size: int
     remainder_len: int
 
+    @classmethod
+    def of(cls, prefix_len: int, tokens: int, chunk_size: int) -> ContextLayout:
+        """A template's prefix and so many tokens after it."""
+        chunks, remainder = divmod(tokens, chunk_size)
+        return cls(prefix_len, chunks, chunk_size, remainder)
+
+    def followed_by(self, tokens: int) -> ContextLayout:
+        """The layout of a context that goes on for so many tokens; chunks do not begin anew there."""
+        return self.of(self.prefix_len, self.context_len - self.prefix_len + tokens, self.chunk_size)
+
     @property
     def chunks_end(self) -> int:
         return self.prefix_len + self.num_chunks * self.chunk_size

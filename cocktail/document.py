@@ -46,6 +46,7 @@ class Document:
         pages: The pages read, in the file's order; without those left out by --pages or damaged.
         page_count: Pages in the file.
         warnings: What was reported while it was read.
+        is_locked: Whether only a password opens the file.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Document:
     pages: tuple[Page, ...]
     page_count: int
     warnings: tuple[str, ...]
+    is_locked: bool = False
 
     @cached_property
     def text(self) -> str:
@@ -107,8 +109,9 @@ def read_document(
         from cocktail.pdf import read_pdf  # PDFium is loaded only where it is needed
 
         file_format = "pdf"
-        read, page_count = read_pdf(data, name, pages=pages, password=password, reporter=sink, warn=warn)
+        read, page_count, is_locked = read_pdf(data, name, pages=pages, password=password, reporter=sink, warn=warn)
     else:
+        is_locked = False
         file_format, everything = _read_text(data, path, name, warn)
         page_count = len(everything)
         wanted = parse_page_ranges(pages, page_count) if pages is not None else range(1, page_count + 1)
@@ -116,7 +119,7 @@ def read_document(
     _check_text(read, page_count, file_format, name, warn)
     _check_quality(read, page_count, name, strict, warn)
     digest = hashlib.sha256(data).hexdigest()
-    return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings))
+    return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings), is_locked)
 
 
 def extractor_version() -> str:

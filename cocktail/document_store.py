@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
@@ -31,7 +31,7 @@ from cocktail.model_folder import safetensors_header
 from cocktail.offload.budget import format_bytes
 from cocktail.page import Page
 from cocktail.report import Reporter
-from cocktail.sealed_file import read_sealed, write_sealed
+from cocktail.sealed_file import read_first_line, read_sealed, write_sealed
 
 NOT_READ = "not read before"
 # Left free on the disk.
@@ -48,6 +48,7 @@ class KeptEntry:
         paths: where it was read from; "-" is standard input.
         sha256: of its bytes, or the first 16 digits where no more is known.
         models: whose keys and values are kept.
+        forms: of those.
         tokens: of its text.
         size: bytes.
         used: seconds since the epoch.
@@ -56,9 +57,15 @@ class KeptEntry:
     paths: tuple[str, ...]
     sha256: str
     models: tuple[str, ...]
+    forms: tuple[str, ...]
     tokens: int
     size: int
     used: float
+
+
+def _lines(head: Mapping[str, object], held: Mapping[str, object]) -> bytes:
+    """Where a document's text came from in a line that is read alone, and the text."""
+    return b"\n".join(json.dumps(part).encode() for part in (head, held))
 
 
 def absolute(path: str) -> str:
@@ -78,6 +85,8 @@ class DocumentStore:
     def __init__(self, root: Path, limit_bytes: int, reporter: Reporter) -> None:
         self.root, self.limit_bytes, self._reporter = root, limit_bytes, reporter
         self._is_writable = self._is_whole = self._is_within = True
+        # Bytes of all files, once they were counted.
+        self._held_bytes: int | None = None
 
     def document(self, data: bytes, path: str, extractor: str, pages: str | None) -> Document | None:
         """A document as it was read before."""
@@ -86,13 +95,13 @@ class DocumentStore:
         body = self._read(place)
         if body is None:
             return None
-        held = json.loads(body)
+        head, held = map(json.loads, body.splitlines())
         where = absolute(path)
-        if where not in held["paths"]:
+        if where not in head["paths"]:
             if held["warnings"]:
                 return None  # they name the file
-            held["paths"].append(where)
-            self._write(place, json.dumps(held).encode())
+            head["paths"].append(where)
+            self._write(place, _lines(head, held))
         return Document(
             path,
             held["format"],
@@ -105,15 +114,14 @@ class DocumentStore:
     def keep_document(self, document: Document, data: bytes, extractor: str, pages: str | None) -> None:
         """Keeps a document that was read."""
         sha256 = hashlib.sha256(data).hexdigest()
+        head = {"sha256": sha256, "paths": [absolute(document.path)]}
         held = {
-            "sha256": sha256,
-            "paths": [absolute(document.path)],
             "format": document.format,
             "pages": [[getattr(page, item.name) for item in fields(page)] for page in document.pages],
             "page_count": document.page_count,
             "warnings": document.warnings,
         }
-        self._write(self._text_path(sha256, document.path, extractor, pages), json.dumps(held).encode())
+        self._write(self._text_path(sha256, document.path, extractor, pages), _lines(head, held))
 
     def _text_path(self, document: str, path: str, extractor: str, pages: str | None) -> Path:
         # A file's name tells how its text is read.
@@ -160,12 +168,26 @@ class DocumentStore:
             return "the file has changed"
         return NOT_READ
 
+    def other_kept_sets(self, key: KvKey) -> list[Path]:
+        """The files that differ only in which chunks of a document over the window they hold, the oldest use first."""
+        same = [name for name in DIFFERENCES if name not in ("kept", "tokens")]
+        found = []
+        if key.kept != "all":
+            pattern = f"{key.folder}/{key.document[:16]}-*.safetensors"
+            for path, held in self._kv_files(pattern):
+                if all(held.get(name) == getattr(key, name) for name in same) and held.get("kept") != key.kept:
+                    found.append(path)
+        return self._by_use(found)
+
     def _kv_metadata(self, pattern: str) -> Iterator[Mapping[str, str]]:
+        return (metadata for _, metadata in self._kv_files(pattern))
+
+    def _kv_files(self, pattern: str) -> Iterator[tuple[Path, Mapping[str, str]]]:
         for path in sorted(self._scan(f"kv/{pattern}")):
             with suppress(OSError, ModelError, TypeError):
                 metadata = safetensors_header(path).get("__metadata__")
                 if isinstance(metadata, dict):
-                    yield metadata
+                    yield path, metadata
 
     def _kept_under(self, path: str) -> set[str]:
         """The first digits of the documents whose file had this path."""
@@ -177,7 +199,7 @@ class DocumentStore:
         found: dict[str, list[str]] = {}
         for file in self._scan("text/*"):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                held = json.loads(read_sealed(file) or b"")
+                held = json.loads(read_first_line(file))
                 found.setdefault(held["sha256"], []).extend(held["paths"])
         for held in self._kv_metadata("*/*.safetensors"):
             found.setdefault(str(held.get("document")), []).append(str(held.get("path")))
@@ -197,8 +219,12 @@ class DocumentStore:
         with suppress(OSError):
             path.touch()
 
-    def make_room(self, needed_bytes: int) -> bool:
-        """Whether so many bytes may be written, once the files that were not used for the longest time are removed."""
+    def make_room(self, needed_bytes: int, first: Sequence[Path] = ()) -> bool:
+        """Whether so many bytes may be written, once the files that were not used for the longest time are removed.
+
+        Args:
+            first: files to remove before others.
+        """
         if not self._is_writable:
             return False
         if needed_bytes > self.limit_bytes:
@@ -213,28 +239,37 @@ class DocumentStore:
             with map_disk_errors(self.root):
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 missing = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self.root).free
-                self.prune(self.limit_bytes - needed_bytes, missing)
+                over = self._held_bytes is None or self._held_bytes + needed_bytes > self.limit_bytes
+                if over or missing > 0:
+                    self.prune(self.limit_bytes - needed_bytes, missing, first)
                 check_space(self.root, needed_bytes + _SPARE_BYTES, "Keeping the document")
         except (ModelError, OSError) as error:
             self.keep_no_more(error)
             return False
+        self._held_bytes = (self._held_bytes or 0) + needed_bytes
         return True
 
     def files(self) -> list[Path]:
         """All files, those that were not used for the longest time first; what is being written is left out."""
+        return self._by_use(self._scan("*"))
+
+    @staticmethod
+    def _by_use(paths: Iterable[Path]) -> list[Path]:
+        """Those that there are, the longest unused first."""
         found = []
-        for path in self._scan("*"):
+        for path in paths:
             with suppress(OSError):
                 found.append((path.stat().st_mtime, path))
         return [path for _, path in sorted(found)]
 
-    def prune(self, limit_bytes: int, least_bytes: int = 0) -> int:
+    def prune(self, limit_bytes: int, least_bytes: int = 0, first: Sequence[Path] = ()) -> int:
         """Removes what was not used for the longest time until the rest takes no more than so many bytes.
 
         What a process that was killed left half written goes as well.
 
         Args:
             least_bytes: to be freed even so.
+            first: files to remove before others.
 
         Returns:
             Bytes that are free again.
@@ -244,7 +279,7 @@ class DocumentStore:
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     path.unlink()
         sizes = {}
-        for path in self.files():
+        for path in (*first, *self.files()):
             with suppress(OSError):
                 sizes[path] = path.stat().st_size
         total, freed = sum(sizes.values()), 0
@@ -252,28 +287,32 @@ class DocumentStore:
             if total - freed <= limit_bytes and freed >= least_bytes:
                 break
             freed += self.remove(path)
+        self._held_bytes = total - freed
         return freed
 
     def entries(self) -> list[KeptEntry]:
         """What is kept of each document, with all models, that which was used last first."""
         paths, sizes, used = self._paths(), dict[str, int](), dict[str, float]()
         models: dict[str, dict[str, int]] = {}
+        forms: dict[str, dict[str, None]] = {}
         for file in self.files():
             with suppress(OSError):
                 status, document = file.stat(), file.name[:16]
                 sizes[document] = sizes.get(document, 0) + status.st_size
                 used[document] = max(used.get(document, 0.0), status.st_mtime)
         for held in self._kv_metadata("*/*.safetensors"):
-            tokens = str(held.get("document_tokens"))
-            known = models.setdefault(str(held.get("document"))[:16], {})
+            tokens, document = str(held.get("document_tokens")), str(held.get("document"))[:16]
+            forms.setdefault(document, {})[str(held.get("form"))] = None
+            known = models.setdefault(document, {})
             known[str(held.get("model_name"))] = int(tokens) if tokens.isdecimal() else 0
         entries = []
         for document in sorted(sizes, key=lambda name: -used[name]):
             whole = next((name for name in paths if name[:16] == document), document)
             known = models.get(document, {})
-            places = tuple(dict.fromkeys(paths.get(whole, ())))
+            places, kept_forms = tuple(dict.fromkeys(paths.get(whole, ()))), tuple(sorted(forms.get(document, ())))
+            tokens_known = max(known.values(), default=0)
             entries.append(
-                KeptEntry(places, whole, tuple(known), max(known.values(), default=0), sizes[document], used[document])
+                KeptEntry(places, whole, tuple(known), kept_forms, tokens_known, sizes[document], used[document])
             )
         return entries
 

@@ -162,9 +162,9 @@ class ModelDraft:
             rows = waiting[: self._width([tree[index].worth for index in waiting])]
             if not rows or done == steps:
                 break
-            worths = [tree[index].worth for index in best]
+            worths, ahead = [tree[index].worth for index in best], max_depth - min(tree[index].depth for index in rows)
             spent = self._clock() - began
-            if not (steps or done == 0 or self._pays(worths, [tree[i].worth for i in rows], spent, verify)):
+            if not (steps or done == 0 or self._pays(worths, [tree[i].worth for i in rows], spent, verify, ahead)):
                 break
             self._expand(tree, sorted(rows), slots, position)
             done += 1
@@ -197,16 +197,24 @@ class ModelDraft:
         widths = [width for width in STEP_ROWS if width <= len(worths)]
         return max(widths, key=lambda width: sum(worths[:width]) / self.times(width), default=0)
 
-    def _pays(self, worths: list[float], rows: list[float], spent: float, verify: RowTimes) -> bool:
-        """Whether a step raises the tokens a second that the round promises.
+    def _pays(self, worths: list[float], rows: list[float], spent: float, verify: RowTimes, ahead: int) -> bool:
+        """Whether a step raises the tokens a second that the round promises, by itself or with others behind it.
+
+        Where a pass of two rows takes much longer than one of a single row, the first steps alone never do.
 
         Args:
             worths: of the nodes that would be verified, descending.
             rows: of those that the step would run.
+            ahead: levels that may follow.
         """
         size, rate = best_size(worths, spent, verify)
-        grown = sum(worths[:size]) + _COVERED * sum(rows)
-        return grown / (spent + self.times(len(rows)) + verify(size + len(rows))) > rate
+        grown, added = sum(worths[:size]), sum(rows)
+        for steps in range(1, min(ahead, _LOOK_AHEAD) + 1):
+            added *= _COVERED
+            grown += added
+            if grown / (spent + steps * self.times(len(rows)) + verify(size + steps * len(rows))) > rate:
+                return True
+        return False
 
     def _expand(self, tree: DraftTree, rows: list[int], slots: dict[int, int], position: int) -> None:
         """Runs nodes and adds their children."""

@@ -74,7 +74,11 @@ class RowTimes:
         else:
             start, base = 2, max(self(1), min(max(self(1) * (1 + self._slope), self.least_several), most))
         if not above:
-            return base * (1 + self._slope * (rows - start))
+            slope = self._slope
+            if len(below) > 1:
+                # Rows that added less by now are a reason to try more of them.
+                slope = min(slope, (base / self._seconds[below[0]] - 1) / (start - below[0]))
+            return base * (1 + slope * (rows - start))
         rise = max(0.0, self._seconds[above[0]] - base)
         return base + rise * (rows - start) / (above[0] - start)
 

@@ -80,7 +80,11 @@ def find_draft_model(
     """
     if config.draft_model is None:
         return None
-    folder = resolve_model(config.draft_model, config, reporter)
+    try:
+        folder = resolve_model(config.draft_model, config, reporter)
+    except ModelError as error:
+        # The run's model may be missing just so.
+        raise ModelError(f"--draft-model: {error.message}", error.hint) from error
     hf_config = load_config(folder)
     with loading(folder, "configuration"):
         check_supported(hf_config)
@@ -144,13 +148,13 @@ def prefill_draft(job: Job, loaded: LoadedModel, index: int) -> MixedKVCache | N
     chunks = len(job.plans[index].unquantized)
     layout = replace(job.layout, num_chunks=chunks)
     with loaded.active():
-        geometry = KVGeometry.from_config(hf_config, layout.context_len + job.reading.tail_capacity)
-        cache = MixedKVCache(geometry, layout, job.tail_capacity, loaded.dtype, loaded.device)
+        geometry = KVGeometry.from_config(hf_config, layout.context_len + lengths.tail)
+        cache = MixedKVCache(geometry, layout, lengths.tail + lengths.drafted, loaded.dtype, loaded.device)
         prefill(
             model,
             cache,
             torch.tensor(context_ids, device=loaded.device),
-            torch.tensor(job.reading.suffixes[index], device=loaded.device),
+            torch.tensor([*job.history_ids, *job.reading.suffixes[index]], device=loaded.device),
             draft_plan(layout),
             segment_tokens=DRAFT_SEGMENT_TOKENS,
         )

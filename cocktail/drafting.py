@@ -70,7 +70,7 @@ def make_speculator(
     ngram = None
     # Rejection sampling knows what its draft drew from, and so takes no branches from elsewhere.
     if not rejects and (draft is not None or config.draft in ("auto", "ngram")):
-        ngram = NgramDraft(NgramIndex([*job.context_ids, *suffix_ids]), calibration)
+        ngram = NgramDraft(NgramIndex([*job.context_ids, *job.history_ids, *suffix_ids]), calibration)
     if draft is None and ngram is None:
         return None
     return Speculator(

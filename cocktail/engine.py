@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked about what; `data` holds the bytes of standard input where `document` is "-"."""
+    """What is asked about what; `data` holds the bytes of standard input where `document` is "-".
+
+    `alike` refuses questions that would not all be answered as each would be alone.
+    """
 
     document: str
     questions: tuple[str, ...]
@@ -37,6 +40,7 @@ class Request:
     pages: str | None = None
     password: str | None = None
     strict: bool = False
+    alike: bool = False
 
     def read_kept(self, config: Config, reporter: Reporter) -> KeptDocument:
         """As `read`, from the user's store if it is there."""
@@ -80,7 +84,7 @@ class Inspection:
 
 def answer_questions(
     request: Request, config: Config, reporter: Reporter, models: LoadedModels | None = None
-) -> Iterator[Answer]:
+) -> Generator[Answer, None, None]:
     """Yields the answer to each question, in order; its text has by then been streamed to `reporter.text`.
 
     All questions share one prefill of the document. After an interrupt in mid-answer the partial answer is yielded
@@ -105,6 +109,7 @@ def answer_questions(
         from cocktail.model_source import resolve_model
         from cocktail.prefilled_context import PrefilledContext
         from cocktail.reading import read_for_questions
+        from cocktail.shared_reading import check_alike
     with memory_errors(), ExitStack() as stack:
         folder = resolve_model(config.model, config, recorder)
         reading = read_for_questions(
@@ -113,6 +118,8 @@ def answer_questions(
         if models is None:
             models = stack.enter_context(closing(LoadedModels()))
         job = plan_job(reading, config, recorder, models.held_bytes)
+        if request.alike:
+            check_alike(job, config)
         loaded = models.load(job, config, recorder, watch)
         context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
         stack.enter_context(closing(context))
@@ -157,3 +164,22 @@ def inspect_document(request: Request, config: Config, reporter: Reporter) -> In
     scores = reading.scores[0]
     plan = plan_bits(config.kv, scores, config.alpha, config.beta)
     return Inspection(document, reading.tokenized, scores, plan)
+
+
+def check_run(config: Config, reporter: Reporter) -> None:
+    """Returns if the models and the device of a run are there, whatever the document; models are fetched.
+
+    Raises:
+        ModelError: A model is missing or its configuration damaged.
+        UsageError: The device is not there, or no link is emulated on it.
+    """
+    from cocktail.job import check_link
+    from cocktail.model import load_config, resolve_device_dtype
+    from cocktail.model_source import resolve_model
+    from cocktail.score import resolve_scorer
+
+    folder = resolve_model(config.model, config, reporter)
+    resolve_scorer(config.scorer, config, reporter)
+    device, _ = resolve_device_dtype(config, load_config(folder))
+    has_budget = config.vram_auto or config.vram_bytes is not None
+    check_link(config, device, emulated=has_budget and device.type != "cuda")

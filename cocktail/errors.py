@@ -60,3 +60,10 @@ class ModelError(CocktailError):
 
     exit_code = 7
     code = "model"
+
+
+class BatchError(CocktailError):
+    """Some questions of a batch could not be answered."""
+
+    exit_code = 8
+    code = "batch"

@@ -7,6 +7,11 @@ from __future__ import annotations
 received: list[int] = []
 
 
+def forget_interrupts() -> None:
+    """What was interrupted has ended, and the process goes on."""
+    received.clear()
+
+
 def check_interrupt() -> None:
     """Raises KeyboardInterrupt if the process was interrupted."""
     if received:

@@ -37,7 +37,9 @@ _HINT_SHARE = 0.4
 class Job:
     """At which precision a reading is held and where everything lives.
 
-    `budget_bytes` is None if there is none; `draft_model` is a model of its own that drafts.
+    `budget_bytes` is None if there is none; `draft_model` is a model of its own that drafts; `keeps_context` says that
+    other questions follow, which need the document's unquantized KV; `history_ids` are the tokens of a chat's earlier
+    questions and answers, which follow the document.
     """
 
     reading: Reading
@@ -49,6 +51,8 @@ class Job:
     itemsize: int
     why_no_self_draft: str | None = None
     draft_model: DraftModel | None = None
+    keeps_context: bool = False
+    history_ids: tuple[int, ...] = ()
 
     @property
     def layout(self) -> ContextLayout:
@@ -73,7 +77,7 @@ class Job:
     @property
     def total_tokens(self) -> int:
         """The longest that the sequence can become."""
-        return self.layout.context_len + self.reading.tail_capacity
+        return self.lengths.total
 
     @property
     def tail_capacity(self) -> int:
@@ -83,15 +87,15 @@ class Job:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states of context and suffix."""
-        tokens = self.layout.context_len + max(map(len, self.reading.suffixes))
+        tokens = self.layout.context_len + self.lengths.suffix
         return tokens * int(self.reading.hf_config.hidden_size) * self.itemsize
 
     @property
     def stored_bytes(self) -> int:
         """Host memory that the unquantized context of all layers takes, which later questions are sealed from."""
-        if len(self.reading.suffixes) == 1 or self.budget_bytes is None:
+        if not self.keeps_context or self.budget_bytes is None:
             return 0
-        return self.geometry.values_per_token * self.layout.context_len * self.itemsize
+        return self.geometry.values_per_token * self.lengths.longest_layout.context_len * self.itemsize
 
     @property
     def context_ids(self) -> list[int]:
@@ -99,7 +103,9 @@ class Job:
         return [*self.reading.prompt.prefix_ids, *self.reading.tokenized.token_ids.tolist()]
 
 
-def plan_job(reading: Reading, config: Config, reporter: Reporter, held_bytes: int = 0) -> Job:
+def plan_job(
+    reading: Reading, config: Config, reporter: Reporter, held_bytes: int = 0, history_tokens: int | None = None
+) -> Job:
     """Plans every question's bits, and which layers stay on the device, so that the run fits.
 
     Args:
@@ -107,6 +113,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter, held_bytes: i
         config: the settings.
         reporter: told what is given up.
         held_bytes: of this machine's memory that an earlier run's model takes, which this one may have.
+        history_tokens: of a chat's earlier questions and answers, at most; None: it is no chat.
 
     Raises:
         ModelError: the configuration is damaged.
@@ -117,14 +124,15 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter, held_bytes: i
     on_cuda = device.type == "cuda"
     budget_bytes, limit_bytes = budget_of(config, device, reporter, held_bytes)
     check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
-    several = len(reading.suffixes) > 1
+    several = len(reading.suffixes) > 1 or history_tokens is not None
     lengths = Lengths(
         prefix=len(reading.prompt.prefix_ids),
         document=len(reading.tokenized.token_ids),
-        suffix=max(map(len, reading.suffixes)),
+        suffix=reading.tail_capacity - config.max_tokens,
         tail=reading.tail_capacity,
         chunk_size=config.chunk_size,
         drafted=config.drafted_tokens,
+        history=history_tokens or 0,
     )
     draft_model = reading.draft_model if lengths.drafted else None
     with loading(reading.folder, "configuration"):
@@ -156,6 +164,7 @@ def plan_job(reading: Reading, config: Config, reporter: Reporter, held_bytes: i
         dtype.itemsize,
         outlook.why_no_self_draft,
         draft_model,
+        keeps_context=several,
     )
     if job.stored_bytes > (free := free_host_bytes()):
         raise BudgetError(

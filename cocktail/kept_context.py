@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cocktail.context import LayerContext
     from cocktail.job import Job
     from cocktail.kv_file import KvFile, KvFileWriter
+    from cocktail.kv_form import KvForm
     from cocktail.model import LoadedModel
     from cocktail.prefill import ContextSink
 
@@ -42,11 +43,16 @@ def open_store(config: Config, reporter: Reporter) -> DocumentStore:
 
 @dataclass
 class KeptDocument:
-    """A document, its store and whether it was there; `store` is None where none is used, and `stats` says why."""
+    """A document, its store and whether it was there; `store` is None where none is used, and `stats` says why.
+
+    `form` is how its keys and values are kept, those that are not kept included; `why_no_kv` says why none are.
+    """
 
     document: Document
     store: DocumentStore | None
     stats: CacheStats
+    form: str
+    why_no_kv: str | None = None
     pages: str = ""
     extractor: str = ""
 
@@ -73,22 +79,23 @@ class KeptDocument:
         def parsed() -> Document:
             return read_document(path, data=found, pages=pages, password=password, strict=strict, reporter=reporter)
 
-        why_off = None
+        # Whoever asks for unquantized keys and values gets them as they are.
+        form, why_no_kv = config.cache_form, None
+        if config.kv == "fp16" and form != "exact":
+            form, why_no_kv = "exact", "--kv fp16 needs the exact form"
         if not config.cache:
-            why_off = "--no-cache"
-        elif password is not None:
-            why_off = "a document with a password is not kept"
-        if why_off is not None:
-            return cls(parsed(), None, CacheStats(reason=why_off))
+            return cls(parsed(), None, CacheStats(reason="--no-cache"), form)
         store, extractor = open_store(config, reporter), extractor_version()
-        document = store.document(found, path, extractor, pages)
-        if document is not None and not (strict and document.warnings):
+        document, found_kept = store.document(found, path, extractor, pages), "hit"
+        if document is None or (strict and document.warnings):
+            document, found_kept = parsed(), "miss"
+            if document.is_locked:
+                return cls(document, None, CacheStats(reason="a document with a password is not kept"), form)
+            store.keep_document(document, found, extractor, pages)
+        else:
             for warning in document.warnings:
                 reporter.warn(warning)
-            return cls(document, store, CacheStats("hit", "miss"), pages or "", extractor)
-        document = parsed()
-        store.keep_document(document, found, extractor, pages)
-        return cls(document, store, CacheStats("miss", "miss"), pages or "", extractor)
+        return cls(document, store, CacheStats(found_kept, "miss"), form, why_no_kv, pages or "", extractor)
 
 
 class KeptKV:
@@ -103,6 +110,7 @@ class KeptKV:
     def __init__(self, kept: KeptDocument, job: Job, loaded: LoadedModel) -> None:
         self._store, self._document, self._job, self._loaded = kept.store, kept, job, loaded
         self.stats = kept.stats
+        self._form = _kv_form(kept, job, loaded)
         if self._store is not None:
             self._key = _kv_key(kept, job, loaded)
             self._path = self._store.kv_path(self._key)
@@ -113,9 +121,11 @@ class KeptKV:
 
         if self._store is None:
             return None
-        offload = self._loaded.offload
+        if self._document.why_no_kv is not None:
+            self.stats = CacheStats(self.stats.document, "miss", self._document.why_no_kv)
+            return None
         try:
-            found = KvFile(self._path, None if offload is None else offload.accelerator)
+            found = KvFile(self._path, self._form)
         except FileNotFoundError:
             why = self._store.why_no_kv(self._key, self._document.document.path)
             if why == NOT_READ and self.stats.document == "hit":
@@ -141,17 +151,17 @@ class KeptKV:
 
     def keeping(self) -> KeepingKV:
         """Receives the layers of a prefill."""
-        return KeepingKV(self._store, None if self._store is None else self._writer())
+        keeps = self._store is not None and self._document.why_no_kv is None
+        return KeepingKV(self._form, self._store, self._writer() if keeps else None)
 
     def _writer(self) -> tuple[KvFileWriter, filelock.FileLock] | None:
         from cocktail.kv_file import KvFileWriter, kv_file_bytes
 
         assert self._store is not None
         job, path = self._job, self._path
-        needed = kv_file_bytes(job.geometry, job.layout.context_len, self._loaded.dtype)
-        if not self._store.make_room(needed):
+        others = self._store.other_kept_sets(self._key)
+        if not self._store.make_room(kv_file_bytes(self._form, job.geometry.num_layers), others):
             return None
-        offload = self._loaded.offload
         metadata = {
             **asdict(self._key),
             "path": absolute(self._document.document.path),
@@ -169,14 +179,7 @@ class KeptKV:
                     # Left by a process that was killed.
                     for partial in path.parent.glob(f".{path.name}.*.partial"):
                         partial.unlink(missing_ok=True)
-                    writer = KvFileWriter(
-                        path,
-                        job.geometry,
-                        job.layout.context_len,
-                        self._loaded.dtype,
-                        metadata,
-                        None if offload is None else offload.accelerator,
-                    )
+                    writer = KvFileWriter(path, self._form, job.geometry.num_layers, metadata)
             except filelock.Timeout:
                 return None  # another process keeps the same
             except (ModelError, OSError, NotImplementedError) as error:
@@ -187,10 +190,18 @@ class KeptKV:
 
 
 class KeepingKV:
-    """Writes what a prefill makes, layer by layer, and lets nothing that goes wrong meanwhile end the run."""
+    """Writes what a prefill makes, layer by layer, and lets nothing that goes wrong with a file end the run.
 
-    def __init__(self, store: DocumentStore | None, writing: tuple[KvFileWriter, filelock.FileLock] | None) -> None:
-        self._store = store
+    Args:
+        form: that the layers are kept in.
+        store: where, None if nowhere.
+        writing: the file and its lock; None: nothing is written, and layers are rounded even so.
+    """
+
+    def __init__(
+        self, form: KvForm, store: DocumentStore | None, writing: tuple[KvFileWriter, filelock.FileLock] | None
+    ) -> None:
+        self._form, self._store = form, store
         self._writer: KvFileWriter | None = None
         self._lock: filelock.FileLock | None = None
         if writing is not None:
@@ -199,11 +210,12 @@ class KeepingKV:
         self._error: Exception | None = None
 
     def append(self, context: LayerContext) -> None:
-        """Writes a layer's."""
+        """Leaves a layer's as it would be read again, and writes it."""
+        parts = self._form.encode(context)
         if self._writer is None:
             return
         try:
-            self._writer.append(context)
+            self._writer.append(parts)
         except (OSError, RuntimeError, MemoryError) as error:
             self._fail(error)
             self.close()
@@ -265,6 +277,15 @@ class Sinks:
         return any(sink.shares(context) for sink in self._sinks)
 
 
+def _kv_form(kept: KeptDocument, job: Job, loaded: LoadedModel) -> KvForm:
+    from cocktail.kv_form import ExactForm, Int8Form, KvShape
+
+    accelerator = None if loaded.offload is None else loaded.offload.accelerator
+    layout = job.layout
+    shape = KvShape(job.geometry, layout.prefix_len, layout.context_len, loaded.dtype, accelerator, job.segment_tokens)
+    return Int8Form(shape) if kept.form == "int8" else ExactForm(shape)
+
+
 def _kv_key(kept: KeptDocument, job: Job, loaded: LoadedModel) -> KvKey:
     reading = job.reading
     chunks = [chunk.index for chunk in reading.tokenized.passages]
@@ -287,5 +308,6 @@ def _kv_key(kept: KeptDocument, job: Job, loaded: LoadedModel) -> KvKey:
         dtype=str(loaded.dtype).removeprefix("torch."),
         rope=digest(*rotary),
         computed=" ".join((loaded.device.type, _NUMERICS, *(version(name) for name in ("torch", "transformers")))),
+        form=kept.form,
         tokens=digest(*job.context_ids),
     )

@@ -1,7 +1,7 @@
 """A document's unquantized keys and values on disk, one file, from which any question's cache can be sealed.
 
-The layout is that of safetensors: a table, then for every layer its keys and values in the run's dtype, then a tensor
-of checksums, of the table and of each layer.
+The layout is that of safetensors: a table, then every layer's parts in one form (see `kv_form`), then a tensor of
+checksums, of the table and of each layer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import mmap
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 import xxhash
 
 from cocktail.checkpoint import DTYPES
-from cocktail.context import KVGeometry, LayerContext
+from cocktail.context import LayerContext
 from cocktail.errors import ModelError
+from cocktail.kv_form import KvForm
 from cocktail.model_folder import read_safetensors_header
-from cocktail.offload.accelerator import Accelerator
 from cocktail.sealed_file import replacing
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPES = {**DTYPES, "U8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DIGESTS = "digests"
 # Of the table's end: what any dtype's view wants.
 _ALIGNMENT = 64
@@ -36,26 +37,25 @@ class DamagedKVError(Exception):
     """A file does not hold what was written to it."""
 
 
-def _table(geometry: KVGeometry, context_len: int, dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+def _table(form: KvForm, num_layers: int, metadata: Mapping[str, str]) -> bytes:
     """The file's beginning: the length of the table, then the table."""
-    shape = [geometry.num_kv_heads, context_len, geometry.head_dim]
-    size = geometry.num_kv_heads * context_len * geometry.head_dim * dtype.itemsize
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for layer in range(geometry.num_layers):
-        for name in ("key", "value"):
-            table[f"layers.{layer}.{name}"] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [at, at + size]}
-            at += size
-    count = 1 + geometry.num_layers
+    for layer in range(num_layers):
+        for part in form.parts:
+            entry = {"dtype": _NAMES[part.dtype], "shape": part.shape, "data_offsets": [at, at + part.nbytes]}
+            table[f"layers.{layer}.{part.name}"] = entry
+            at += part.nbytes
+    count = 1 + num_layers
     table[_DIGESTS] = {"dtype": "U64", "shape": [count], "data_offsets": [at, at + 8 * count]}
     body = json.dumps(table).encode()
     body += b" " * (-(8 + len(body)) % _ALIGNMENT)
     return struct.pack("<Q", len(body)) + body
 
 
-def kv_file_bytes(geometry: KVGeometry, context_len: int, dtype: torch.dtype) -> int:
+def kv_file_bytes(form: KvForm, num_layers: int) -> int:
     """What a file takes of the disk, but for a few kilobytes of its table."""
-    return geometry.values_per_token * context_len * dtype.itemsize
+    return num_layers * sum(part.nbytes for part in form.parts)
 
 
 class KvFileWriter:
@@ -63,50 +63,31 @@ class KvFileWriter:
 
     Args:
         path: in a folder that there is.
-        geometry: shapes.
-        context_len: tokens.
-        dtype: the run's.
+        form: of the layers.
+        num_layers: of the model.
         metadata: kept in the table.
-        accelerator: holds the layers' contexts, if they are not in host memory.
 
     Raises:
         OSError: The file cannot be written; so do all methods.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        geometry: KVGeometry,
-        context_len: int,
-        dtype: torch.dtype,
-        metadata: Mapping[str, str],
-        accelerator: Accelerator | None = None,
-    ) -> None:
-        table = _table(geometry, context_len, dtype, metadata)
-        self._accelerator = accelerator
+    def __init__(self, path: Path, form: KvForm, num_layers: int, metadata: Mapping[str, str]) -> None:
+        table = _table(form, num_layers, metadata)
         self._digests = [xxhash.xxh3_64_intdigest(table)]
-        self._layers = geometry.num_layers
+        self._layers = num_layers
         with ExitStack() as stack:
             self._file = stack.enter_context(replacing(path))
             self._file.write(table)
             self._stack = stack.pop_all()
 
-    def append(self, context: LayerContext) -> None:
-        """Writes the next layer's."""
+    def append(self, parts: Iterable[torch.Tensor]) -> None:
+        """Writes the next layer's parts."""
         digest = xxhash.xxh3_64()
-        for tensor in (context.key, context.value):
-            held = self._on_host(tensor).contiguous().view(torch.uint8).reshape(-1).numpy()
+        for part in parts:
+            held = part.contiguous().view(torch.uint8).reshape(-1).numpy()
             digest.update(held.data)
             self._file.write(held.data)
         self._digests.append(digest.intdigest())
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._accelerator is None:
-            return tensor
-        with self._accelerator.host():
-            held = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._accelerator.store(tensor, held)
-        return held
 
     def finish(self) -> None:
         """Syncs the file and gives it its name."""
@@ -128,13 +109,17 @@ class _AbandonedError(Exception):
 class KvFile:
     """A file that was written by `KvFileWriter`, mapped.
 
+    Args:
+        path: of the file.
+        form: that it was written in.
+
     Raises:
         DamagedKVError: It is cut, or its table is not what was written.
         OSError: It cannot be read.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator | None = None) -> None:
-        self._accelerator = accelerator
+    def __init__(self, path: Path, form: KvForm) -> None:
+        self._form = form
         try:
             with path.open("rb") as file:
                 table, self._start = read_safetensors_header(file, path)
@@ -156,18 +141,15 @@ class KvFile:
         Raises:
             DamagedKVError: They are not what was written.
         """
-        key, value = (self._spans[f"layers.{index}.{name}"] for name in ("key", "value"))
-        first, last = self._start + key["data_offsets"][0], self._start + value["data_offsets"][1]
+        spans = [self._spans[f"layers.{index}.{part.name}"] for part in self._form.parts]
+        first, last = (self._start + offset for offset in (spans[0]["data_offsets"][0], spans[-1]["data_offsets"][1]))
         if _digest(self._mapped[first:last]) != int(self._digests[1 + index]):
             raise DamagedKVError(f"layer {index} was changed")
-        found = LayerContext(self._view(key), self._view(value))
-        if self._accelerator is None:
-            return found
-        return LayerContext(self._accelerator.fetch(found.key), self._accelerator.fetch(found.value))
+        return self._form.decode([self._view(span) for span in spans])
 
     def _view(self, span: Mapping[str, Any]) -> torch.Tensor:
         first, last = (self._start + offset for offset in span["data_offsets"])
-        return self._mapped[first:last].view(DTYPES[span["dtype"]]).view(span["shape"])
+        return self._mapped[first:last].view(_DTYPES[span["dtype"]]).view(span["shape"])
 
 
 def _mapped(descriptor: int) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 
-# Of the forms of all files that are kept; those of another one are not looked at, and pruned like others.
-VERSION = 1
+# Of the layout of all files that are kept; those of another one are not looked at, and pruned like others.
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class KvKey:
         dtype: the run's.
         rope: the model's rotary frequencies, which may depend on the run's length.
         computed: by what device and which versions.
+        form: how they are kept, as `--cache-form` names it.
         tokens: the context's token ids: the rest in one number.
     """
 
@@ -35,6 +36,7 @@ class KvKey:
     dtype: str
     rope: str
     computed: str
+    form: str
     tokens: str
 
     @property
@@ -57,6 +59,7 @@ DIFFERENCES = {
     "template": "another chat template",
     "rope": "another RoPE factor",
     "computed": "another device or version computed them",
+    "form": "another cache form",
     "kept": "kept chunks differ",
     "tokens": "the text differs",
 }

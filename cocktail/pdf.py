@@ -27,8 +27,8 @@ def read_pdf(
     password: str | None,
     reporter: Reporter,
     warn: Callable[[str], None],
-) -> tuple[list[Page], int]:
-    """Returns the chosen pages that could be read, and the number of pages in the file.
+) -> tuple[list[Page], int, bool]:
+    """Returns the chosen pages that could be read, the number of all pages, and whether only a password opens the file.
 
     Args:
         data: The file.
@@ -46,7 +46,8 @@ def read_pdf(
     read: list[Page] = []
     damaged: list[int] = []
     scanned: list[int] = []
-    with closing(_open(data, name, password)) as pdf:
+    opened, is_locked = _open(data, name, password)
+    with closing(opened) as pdf:
         page_count = len(pdf)
         if not page_count:
             raise DocumentError(f"{name} is a PDF without pages.")
@@ -75,16 +76,17 @@ def read_pdf(
             f"{name}: {format_pages(scanned)} of {page_count} {'is' if len(scanned) == 1 else 'are'} a picture with "
             f"almost no text, probably scanned. This version has no OCR; run `ocrmypdf in.pdf out.pdf` first."
         )
-    return read, page_count
+    return read, page_count, is_locked
 
 
 _REPAIR_HINT = "It may be cut off or damaged: fetch it again, or rewrite it with `qpdf in.pdf out.pdf`."
 
 
-def _open(data: bytes, name: str, password: str | None) -> pdfium.PdfDocument:
+def _open(data: bytes, name: str, password: str | None) -> tuple[pdfium.PdfDocument, bool]:
+    """The file, and whether it took the password to open it."""
     for candidate in _password_forms(password):
         try:
-            return pdfium.PdfDocument(data, password=candidate)
+            return pdfium.PdfDocument(data, password=candidate), candidate is not None
         except UnicodeEncodeError:
             continue  # a password with bytes that are no text cannot be the right one
         except pdfium.PdfiumError as error:
@@ -105,7 +107,7 @@ def _open(data: bytes, name: str, password: str | None) -> pdfium.PdfDocument:
 
 
 def _password_forms(password: str | None) -> list[str | None]:
-    """The password as given, composed, and after SASLprep (RFC 4013, which PDF 2.0 asks for); then none at all.
+    """None at all, then the password as given, composed, and after SASLprep (RFC 4013, which PDF 2.0 asks for).
 
     PDFium tries Latin-1 itself for old encryption. The empty one opens a file that has only an owner password.
     """
@@ -113,7 +115,7 @@ def _password_forms(password: str | None) -> list[str | None]:
         return [None]
     kept = "".join(c for c in password if not stringprep.in_table_b1(c))
     prepared = "".join(" " if stringprep.in_table_c12(c) else c for c in kept)
-    forms = (password, unicodedata.normalize("NFC", password), unicodedata.normalize("NFKC", prepared), None)
+    forms = (None, password, unicodedata.normalize("NFC", password), unicodedata.normalize("NFKC", prepared))
     return list(dict.fromkeys(forms))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
 from cocktail.draft import FOLLOWED_ROWS
 from cocktail.dry_run import DryRun
@@ -37,6 +37,8 @@ LOWER_KV = {
     "cocktail": ("int2",),
     "cocktail-paper": ("int2",),
 }
+# What a chat's older turns are held at where the budget has no room for them unquantized.
+OLD_HISTORY_BITS = 4
 # Rows of a segment while a model that drafts reads its short context.
 DRAFT_SEGMENT_TOKENS = 256
 # How closely the longest document that fits is told: to this part of the document's length.
@@ -45,7 +47,10 @@ _LENGTH_STEPS = 100
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a run: template before the document, document, longest suffix, suffix and answer, drafted ones."""
+    """Tokens of a run: template before the document, document, longest suffix, suffix and answer, drafted ones.
+
+    `history` are those of earlier questions and their answers, at most; they follow the document.
+    """
 
     prefix: int
     document: int
@@ -53,27 +58,55 @@ class Lengths:
     tail: int
     chunk_size: int
     drafted: int = 0
+    history: int = 0
 
     @property
     def layout(self) -> ContextLayout:
-        chunks, remainder = divmod(self.document, self.chunk_size)
-        return ContextLayout(self.prefix, chunks, self.chunk_size, remainder)
+        """How template and document lie."""
+        return ContextLayout.of(self.prefix, self.document, self.chunk_size)
+
+    @property
+    def longest_layout(self) -> ContextLayout:
+        """How they lie with as much history as there can be."""
+        return self.layout.followed_by(self.history)
 
     @property
     def total(self) -> int:
         """The longest that the sequence can become."""
-        return self.prefix + self.document + self.tail
+        return self.prefix + self.document + self.history + self.tail
 
 
 def draft_lengths(lengths: Lengths, bits: Sequence[BitPlan]) -> Lengths:
     """Those of a model that drafts, for the question that leaves it most to read: no chunk that is quantized."""
     chunks = max(len(plan.unquantized) for plan in bits)
-    return replace(lengths, document=chunks * lengths.chunk_size + lengths.layout.remainder_len)
+    return replace(
+        lengths,
+        document=chunks * lengths.chunk_size + lengths.layout.remainder_len,
+        # It reads the history again with every question.
+        suffix=lengths.suffix + lengths.history,
+        tail=lengths.tail + lengths.history,
+        history=0,
+    )
 
 
 def draft_plan(layout: ContextLayout) -> BitPlan:
     """The bits of a draft's own context: all of it is unquantized."""
     return plan_bits("fp16", np.zeros(layout.num_chunks, dtype=np.float32), 0.0, 0.0)
+
+
+def kv_bytes(geometry: KVGeometry, lengths: Lengths, plan: BitPlan, history_bits: int, itemsize: int) -> int:
+    """What the KV cache takes for a question, in bytes, with as much history as there can be; tail included.
+
+    Args:
+        geometry: shapes.
+        lengths: the run's.
+        plan: bits of the document's chunks.
+        history_bits: of the chunks of older turns; see `history_plan`.
+        itemsize: bytes of one value of the run's dtype.
+    """
+    layout, slots = lengths.longest_layout, lengths.tail + lengths.drafted
+    longest = history_plan(plan, layout, lengths.tail + lengths.chunk_size, history_bits)
+    return reserved_bytes(geometry, layout, longest, slots, itemsize)
 
 
 class Planner:
@@ -122,10 +155,11 @@ class Planner:
             return replace(found, workspace=found.workspace + 4 * inner * min(segment_tokens, lengths.document))
 
         vocab_bytes: int = self._config.vocab_size * self._dtype.itemsize
-        context = 2 * lengths.layout.context_len * self.geometry(lengths).num_kv_heads * self.geometry(lengths).head_dim
+        context_len = lengths.longest_layout.context_len
+        context = 2 * context_len * self.geometry(lengths).num_kv_heads * self.geometry(lengths).head_dim
         return Workload(
             drafted_tokens=lengths.drafted,
-            context_tokens=lengths.layout.context_len,
+            context_tokens=context_len,
             activations=activations,
             kv=kv,
             device_context_bytes=CUDA_CONTEXT_BYTES if self._on_card else 0,
@@ -149,20 +183,17 @@ class Planner:
         Args:
             plans: the bits of all questions' chunks by a policy.
         """
-        geometry, layout = self.geometry(lengths), lengths.layout
+        geometry = self.geometry(lengths)
         choices: list[KvChoice] = []
         for name in (policy, *(LOWER_KV.get(policy, ()) if may_lower else ())):
             bits = plans(name)
-            sizes = (
-                reserved_bytes(geometry, layout, plan, lengths.tail + lengths.drafted, self._dtype.itemsize)
-                for plan in bits
-            )
             needs = DraftModelNeeds()
             if self._draft is not None:
                 needs = self._draft.needs_as_draft(draft_lengths(lengths, bits), self._config.vocab_size)
-            choice = KvChoice(name, max(sizes), needs)
-            if not choices or choice.nbytes < choices[-1].nbytes:
-                choices.append(choice)
+            for history_bits in (FULL, OLD_HISTORY_BITS) if may_lower and lengths.history else (FULL,):
+                nbytes = max(kv_bytes(geometry, lengths, plan, history_bits, self._dtype.itemsize) for plan in bits)
+                if not choices or nbytes < choices[-1].nbytes:
+                    choices.append(KvChoice(name, nbytes, needs, history_bits))
         return tuple(choices)
 
     def needs_as_draft(self, lengths: Lengths, target_vocab_size: int) -> DraftModelNeeds:

@@ -23,7 +23,7 @@ class ContextSink(Protocol):
     """Receives a document's unquantized KV while it is prefilled, layer by layer."""
 
     def append(self, context: LayerContext) -> None:
-        """Takes the next layer's."""
+        """Takes the next layer's, and may round it in place: it is quantized afterwards."""
 
     def shares(self, context: LayerContext) -> bool:
         """Whether a context is kept itself, so that no other layer may be written to it."""
@@ -108,7 +108,7 @@ def prefill(
         context_ids: [layout.context_len], int64: template prefix and document; in host memory if the hidden states are.
         suffix_ids: [suffix_len], int64, suffix_len >= 1: question and the rest of the template.
         plan: bits of every chunk.
-        stored: if given, receives every layer's unquantized context.
+        stored: if given, receives every layer's unquantized context before it is quantized.
         segment_tokens: rows of one segment.
         offload: holds the model's weights, if an accelerator and host memory share them.
         hidden_on_host: hidden states are kept in host memory; only a segment of them is on the accelerator.
@@ -127,7 +127,7 @@ def prefill(
     windows -= set() if cache.masks_causal else {None}
     masks = {w: ContextMask(max_rows, context_len, w, cache.dtype, device) for w in windows}
     context = cache.new_context()
-    rows = HostRows(offload) if offload is not None and hidden_on_host else DeviceRows()
+    rows = _home_of_rows(offload, hidden_on_host)
 
     def run_layer(index: int, run: Callable[[int, int], None]) -> None:
         nonlocal context
@@ -136,9 +136,9 @@ def prefill(
         for start, stop in cut(context_len, segment_tokens):
             cache.begin_context(context, start, masks.get(cache.geometry.windows[index]))
             run(start, stop)
-        cache.seal(index, context, plan)
         if stored is not None:
             stored.append(context)
+        cache.seal(index, context, plan)
         for start, stop in cut(suffix_len, segment_tokens):
             positions = torch.arange(context_len + start, context_len + stop, device=device)
             cache.begin_tail(start, causal_rows(start, stop - start, device), positions)
@@ -155,37 +155,48 @@ def prefill(
 
 @torch.inference_mode()
 def extend(
-    model: PreTrainedModel, cache: MixedKVCache, ids: torch.Tensor, *, segment_tokens: int = MAX_SEGMENT_TOKENS
+    model: PreTrainedModel,
+    cache: MixedKVCache,
+    ids: torch.Tensor,
+    *,
+    segment_tokens: int = MAX_SEGMENT_TOKENS,
+    offload: Offload | None = None,
+    hidden_on_host: bool = False,
 ) -> torch.Tensor:
     """Runs more tokens at the end of the tail and commits them, in one pass over the layers.
 
     Over a sealed context with an empty tail this is the suffix part of `prefill`: the same computation.
 
     Args:
-        ids: [rows], int64, rows >= 1.
+        ids: [rows], int64, rows >= 1; in host memory if the hidden states are.
         segment_tokens: rows of one segment.
+        offload: see `prefill`.
+        hidden_on_host: see `prefill`.
 
     Returns:
         Logits of the last position, [vocab_size], the model's dtype.
     """
     first, rows, length = cache.tail_len, ids.shape[0], cache.get_seq_length()
-    positions = torch.arange(length, length + rows, device=cache.device)
+    home = _home_of_rows(offload, hidden_on_host)
+
+    def positions(start: int, stop: int, device: torch.device) -> torch.Tensor:
+        return torch.arange(length + start, length + stop, device=device)
 
     def begin(start: int, stop: int) -> None:
         seen = causal_rows(first + start, stop - start, cache.device) if rows > 1 else None
-        cache.begin_tail(first + start, seen, positions[start:stop])
+        cache.begin_tail(first + start, seen, positions(start, stop, cache.device))
 
     def run_layer(index: int, run: Callable[[int, int], None]) -> None:
         for start, stop in spans(rows, segment_tokens):
             begin(start, stop)
             run(start, stop)
 
-    if rows > segment_tokens:
-        with layer_major(model, run_layer, DeviceRows()):
-            logits = forward_logits(model, ids, positions, cache, logits_to_keep=1)
+    if rows > segment_tokens or hidden_on_host:
+        with home.whole_pass(), layer_major(model, run_layer, home):
+            logits = forward_logits(model, ids, positions(0, rows, ids.device), cache, logits_to_keep=1)
     else:
         begin(0, rows)
-        logits = forward_logits(model, ids, positions, cache, logits_to_keep=1)
+        logits = forward_logits(model, ids, positions(0, rows, ids.device), cache, logits_to_keep=1)
     cache.commit(range(first, first + rows))
     return logits[-1]
 
@@ -238,6 +249,10 @@ class HostRows(DeviceRows):
         # Norm and head are the accelerator's again.
         self._accelerator.leave_host()
         return self._accelerator.fetch(rows)
+
+
+def _home_of_rows(offload: Offload | None, hidden_on_host: bool) -> DeviceRows:
+    return HostRows(offload) if offload is not None and hidden_on_host else DeviceRows()
 
 
 @contextmanager

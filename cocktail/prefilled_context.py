@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import torch
 
 from cocktail.answer import CacheStats
+from cocktail.bit_plan import BitPlan, history_plan
 from cocktail.config import Config
+from cocktail.context import ContextLayout
+from cocktail.history import FollowedContext, History
 from cocktail.job import Job
 from cocktail.kept_context import KeepingKV, KeptKV, Sinks
 from cocktail.kv_cache import MixedKVCache
@@ -34,84 +38,124 @@ class PrefilledContext:
 
     def __init__(self, job: Job, loaded: LoadedModel, kept: KeptKV, config: Config, reporter: Reporter) -> None:
         self._job, self._loaded, self._kept, self._config, self._reporter = job, loaded, kept, config, reporter
-        self._source: ContextSource | None = None
+        self.source: ContextSource | None = None
         self._keeping: KeepingKV | None = None
         self.stats = CacheStats()
+        self._was_read = False
 
     def read(self, index: int, watch: Stopwatch) -> tuple[MixedKVCache, torch.Tensor]:
         """A cache with document and question, and the last logits, [vocab_size].
-
-        The document is prefilled if neither the store nor an earlier question has it. Either way the numbers are the
-        same: each question's own precision for every chunk, from the same unquantized KV.
 
         Args:
             index: of the question.
         """
         with watch.measure("prefill"):
-            if self._source is None:
-                self._source = self._kept.find()
-            if self._source is not None:
-                with suppress(DamagedKVError):
-                    found = self._seal(index, self._source)
-                    self.stats = self._kept.stats
-                    if self.stats.kv != "off":
-                        self.stats = CacheStats("hit" if index else self.stats.document, "hit")
-                    return found
-                # Nothing may map a file that is to be removed.
-                self._source = None
-                self._kept.damaged()
-            self.stats = self._kept.stats
-            return self._prefill(index)
+            return self.read_after(self._job.reading.suffixes[index], self._job.plans[index])
+
+    def read_after(
+        self, ids: Sequence[int], plan: BitPlan, history: History | None = None
+    ) -> tuple[MixedKVCache, torch.Tensor]:
+        """A cache with the document, a chat's history and what comes after them, and the last logits, [vocab_size].
+
+        The document is prefilled if neither the store nor an earlier question has it. Either way the numbers are the
+        same: each question's own precision for every chunk, from the same unquantized KV.
+
+        Args:
+            ids: tokens after document and history, at least one.
+            plan: bits of the document's chunks.
+            history: None if there is none.
+        """
+        if self.source is None:
+            self.source = self._kept.find()
+        if self.source is not None:
+            with suppress(DamagedKVError):
+                found = self._seal(ids, plan, self.source, history)
+                was_read, self._was_read = self._was_read, True
+                self.stats = self._kept.stats
+                if self.stats.kv != "off":
+                    self.stats = CacheStats("hit" if was_read else self.stats.document, "hit")
+                return found
+            # Nothing may map a file that is to be removed.
+            self.source = None
+            self._kept.damaged()
+        self.stats, self._was_read = self._kept.stats, True
+        found = self._prefill(ids, plan)
+        if history is None:
+            return found
+        assert self.source is not None
+        del found
+        return self._seal(ids, plan, self.source, history)
 
     def close(self) -> None:
         """Waits until what is kept is on disk, and ends the keeping of what is not whole."""
         if self._keeping is not None:
             self._keeping.close()
 
-    def _prefill(self, index: int) -> tuple[MixedKVCache, torch.Tensor]:
+    def _prefill(self, ids: Sequence[int], plan: BitPlan) -> tuple[MixedKVCache, torch.Tensor]:
         job, loaded, offload = self._job, self._loaded, self._loaded.offload
         accelerator = None if offload is None else offload.accelerator
-        suffixes = job.reading.suffixes
-        stored = StoredContext(accelerator) if len(suffixes) > 1 else None
+        stored = StoredContext(accelerator) if job.keeps_context else None
         on_host = job.residency.hidden_on_host
         if offload is not None and on_host and job.hidden_bytes > free_host_bytes():
             offload.rows_file = models_dir(self._config).parent
             self._reporter.note("host memory has no room for the hidden states: they are kept in a file meanwhile")
-        home = torch.device("cpu") if on_host else loaded.device
         self._keeping = keeping = self._kept.keeping()
-        sinks: list[ContextSink] = [keeping] if stored is None else [stored, keeping]
-        with self._reporter.stage("prefill", total=job.geometry.num_layers, unit="layers") as advance, loaded.active():
-            with nullcontext() if accelerator is None else accelerator.host(on_host):
-                context_ids, suffix_ids = (torch.tensor(ids, device=home) for ids in (job.context_ids, suffixes[index]))
-            cache = self._empty_cache()
-            logits = prefill(
+        # What is kept for other questions is as it would be read from disk.
+        sinks: list[ContextSink] = [keeping] if stored is None else [keeping, stored]
+        try:
+            with self._reporter.stage("prefill", job.geometry.num_layers, "layers") as advance, loaded.active():
+                context_ids, suffix_ids = self._on_home(job.context_ids), self._on_home(ids)
+                cache = self._empty_cache(job.layout)
+                logits = prefill(
+                    loaded.model,
+                    cache,
+                    context_ids,
+                    suffix_ids,
+                    plan,
+                    stored=Sinks(sinks),
+                    segment_tokens=job.segment_tokens,
+                    offload=offload,
+                    hidden_on_host=on_host,
+                    advance=advance,
+                )
+                wait_for(loaded.device)
+        except BaseException:
+            # The run may go on and prefill again.
+            keeping.close()
+            raise
+        keeping.finish()
+        self.source = stored
+        return cache, logits
+
+    def _seal(
+        self, ids: Sequence[int], plan: BitPlan, source: ContextSource, history: History | None
+    ) -> tuple[MixedKVCache, torch.Tensor]:
+        job, loaded, layout = self._job, self._loaded, self._job.layout
+        if history is not None:
+            layout = layout.followed_by(history.read_tokens)
+            plan = history_plan(plan, layout, history.last_tokens, job.residency.history_bits)
+            source = FollowedContext(source, history)
+        with loaded.active():
+            cache = self._empty_cache(layout)
+            for layer in range(job.geometry.num_layers):
+                cache.seal(layer, source.layer(layer), plan)
+            logits = extend(
                 loaded.model,
                 cache,
-                context_ids,
-                suffix_ids,
-                job.plans[index],
-                stored=Sinks(sinks),
+                self._on_home(ids),
                 segment_tokens=job.segment_tokens,
-                offload=offload,
-                hidden_on_host=on_host,
-                advance=advance,
+                offload=loaded.offload,
+                hidden_on_host=job.residency.hidden_on_host,
             )
             wait_for(loaded.device)
-        keeping.finish()
-        self._source = stored
         return cache, logits
 
-    def _seal(self, index: int, source: ContextSource) -> tuple[MixedKVCache, torch.Tensor]:
-        job, loaded = self._job, self._loaded
-        with loaded.active():
-            cache = self._empty_cache()
-            for layer in range(job.geometry.num_layers):
-                cache.seal(layer, source.layer(layer), job.plans[index])
-            suffix_ids = torch.tensor(job.reading.suffixes[index], device=loaded.device)
-            logits = extend(loaded.model, cache, suffix_ids, segment_tokens=job.segment_tokens)
-            wait_for(loaded.device)
-        return cache, logits
+    def _on_home(self, ids: Sequence[int]) -> torch.Tensor:
+        """Tokens where the hidden states are."""
+        on_host, offload = self._job.residency.hidden_on_host, self._loaded.offload
+        with nullcontext() if offload is None else offload.accelerator.host(on_host):
+            return torch.tensor(ids, device=torch.device("cpu") if on_host else self._loaded.device)
 
-    def _empty_cache(self) -> MixedKVCache:
+    def _empty_cache(self, layout: ContextLayout) -> MixedKVCache:
         job, loaded = self._job, self._loaded
-        return MixedKVCache(job.geometry, job.layout, job.tail_capacity, loaded.dtype, loaded.device)
+        return MixedKVCache(job.geometry, layout, job.tail_capacity, loaded.dtype, loaded.device)

@@ -19,7 +19,7 @@ INSTRUCTION = (
     f'If the document does not contain the answer, reply exactly: "{NOT_FOUND}"'
 )
 # Private-use characters mark the places to fill; a template passes them through.
-_DOCUMENT, _PASSAGES, _SYSTEM, _QUESTION = "\ue000", "\ue001", "\ue002", "\ue003"
+_DOCUMENT, _PASSAGES, _SYSTEM, _QUESTION, _ANSWER = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 _FIELDS = (_PASSAGES, _SYSTEM, _QUESTION)
 # Some templates print the day, which would make the prefix another one every day. The day is always this one, which
 # Llama 3 takes where it is told none. transformers passes no function to a template, so it is a macro.
@@ -106,19 +106,43 @@ def build_prompt(tokenizer: Any) -> Prompt:
     if any(rendered.count(mark) != 1 for mark in (_DOCUMENT, *_FIELDS)):
         raise ModelError("The model's chat template does not pass the user's text through.", _TEMPLATE_HINT)
     prefix, rest = rendered.split(_DOCUMENT)
+    prefix_ids += encode(tokenizer, prefix, special=True, at_start=True)[0]
+    return Prompt(tuple(prefix_ids), _cut_at_fields(rest), rendered.rstrip().endswith("<think>"))
+
+
+def build_follow_up(tokenizer: Any) -> Prompt:
+    """What stands between an answer's last token and the next one: the turn's end, the next question, and the marks.
+
+    Its prefix is empty. The answer's end mark is part of it.
+
+    Raises:
+        ModelError: the template drops or repeats what it is given.
+    """
+    content = f"{_PASSAGES}{INSTRUCTION}{_SYSTEM}\n\nQuestion:{_QUESTION}"
+    if tokenizer.chat_template:
+        rendered = _render(tokenizer, "user", _ANSWER, content)
+    else:
+        rendered = f"{_ANSWER}{content}\nAnswer:"
+    if any(rendered.count(mark) != 1 for mark in (_ANSWER, *_FIELDS)):
+        raise ModelError("The model's chat template does not pass a second question through.", _TEMPLATE_HINT)
+    return Prompt((), _cut_at_fields(rendered.split(_ANSWER)[1]), rendered.rstrip().endswith("<think>"))
+
+
+def _cut_at_fields(rest: str) -> tuple[str, ...]:
     parts: list[str] = [rest]
     for mark in _FIELDS:
         parts = [piece for part in parts for piece in _split_at(part, mark)]
-    opens = rendered.rstrip().endswith("<think>")
-    prefix_ids += encode(tokenizer, prefix, special=True, at_start=True)[0]
-    return Prompt(tuple(prefix_ids), tuple(parts), opens)
+    return tuple(parts)
 
 
-def _render(tokenizer: Any, content: str) -> str:
+def _render(tokenizer: Any, *contents: str) -> str:
+    """The template's text of a conversation, the user's words first."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
     try:
         template: str = tokenizer.get_chat_template()
         rendered: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
+            turns,
             chat_template=_STRFTIME_NOW + template if "strftime_now" in template else template,
             tokenize=False,
             add_generation_prompt=True,

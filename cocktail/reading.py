@@ -19,7 +19,7 @@ from cocktail.model import context_window, load_config, load_tokenizer, loading
 from cocktail.model_folder import ModelFolder
 from cocktail.prompt import Prompt, build_prompt
 from cocktail.report import Reporter
-from cocktail.score import KeepVectors, make_scorer, resolve_scorer
+from cocktail.score import KeepVectors, Scorer, make_scorer, resolve_scorer
 from cocktail.stopwatch import Stopwatch
 
 
@@ -46,6 +46,128 @@ class Reading:
     draft_model: DraftModel | None = None
 
 
+class Reader:
+    """A document in one model's tokens, from which any questions' `Reading` is made.
+
+    `whole` is all of the document and `window` the model's, in tokens.
+
+    Args:
+        document: the document.
+        folder: the model's.
+        config: the settings.
+        reporter: receives the stages.
+        watch: of the first question.
+        keep_vectors: see `make_scorer`.
+
+    Raises:
+        ModelError: the model is damaged or unsupported, or its tokenizer or template does not work.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        folder: ModelFolder,
+        config: Config,
+        reporter: Reporter,
+        watch: Stopwatch,
+        keep_vectors: KeepVectors | None = None,
+    ) -> None:
+        self.document, self.folder = document, folder
+        self._config, self._reporter, self._keep_vectors = config, reporter, keep_vectors
+        self._scorer: Scorer | None = None
+        with watch.measure("load"):
+            self.hf_config = load_config(folder)
+            with loading(folder, "configuration"):
+                check_supported(self.hf_config)
+                self.window = context_window(self.hf_config)
+            self.tokenizer = load_tokenizer(folder)
+            self.prompt = build_prompt(self.tokenizer)
+            # Before anything that takes time: a model that cannot draft is an error of the command line.
+            self.draft_model = find_draft_model(folder, self.hf_config, self.tokenizer, config, reporter)
+        with watch.measure("parse"):
+            self.whole = tokenize_document(document, self.tokenizer, config.chunk_size, reporter)
+
+    def scores(self, questions: Sequence[str], watch: Stopwatch) -> np.ndarray:
+        """Scores of every chunk for every question, [num_questions, num_chunks], float32."""
+        if not self.whole.chunks:
+            return np.zeros((len(questions), 0), dtype=np.float32)
+        config = self._config
+        if self._scorer is None:
+            folder = resolve_scorer(config.scorer, config, self._reporter)
+            with watch.measure("load"):
+                self._scorer = make_scorer(config.scorer, folder, config, self._keep_vectors)
+        with watch.measure("score"):
+            passages = [self.whole.chunk_text(position) for position in range(len(self.whole.chunks))]
+            return self._scorer.score(passages, questions, self._reporter)
+
+    def suffix(
+        self, prompt: Prompt, tokenized: TokenizedDocument, question: str, row: np.ndarray, restate: int
+    ) -> list[int]:
+        """A question's tokens after what stands before it.
+
+        Args:
+            prompt: this document's, or that of a question after an answer.
+            tokenized: what may be repeated.
+            row: [num_chunks], its chunks' scores.
+            restate: passages to repeat, at most.
+        """
+        passages = [quote.text for quote in best_quotes(tokenized, question, "", row, restate)] if restate else []
+        # The closest comes last, next to the question.
+        return prompt.suffix_ids(self.tokenizer, question, self._config.system, passages[::-1])
+
+    def select(self, scores: np.ndarray, room: int) -> tuple[TokenizedDocument, int]:
+        """What of the document fits `room` tokens, and how many do not, which is said."""
+        tokenized, truncated = select_window(self.whole, scores, room)
+        if truncated:
+            self._reporter.warn(
+                f"the document has {len(self.whole.token_ids):,} tokens and the model's window has room for {room:,}: "
+                f"{truncated:,} tokens, those farthest from the question, were left out."
+            )
+        return tokenized, truncated
+
+    def reading(
+        self,
+        tokenized: TokenizedDocument,
+        truncated: int,
+        scores: np.ndarray,
+        suffixes: Sequence[list[int]],
+        tail_capacity: int,
+    ) -> Reading:
+        """What the model will read; see `Reading`.
+
+        Raises:
+            ModelError: it has no embedding for a token of it.
+        """
+        with loading(self.folder, "configuration"):
+            _check_vocabulary(self.folder, self.hf_config, [self.prompt.prefix_ids, tokenized.token_ids, *suffixes])
+        return Reading(
+            document=self.document,
+            folder=self.folder,
+            hf_config=self.hf_config,
+            tokenizer=self.tokenizer,
+            prompt=self.prompt,
+            tokenized=tokenized,
+            truncated_tokens=truncated,
+            scores=scores,
+            suffixes=tuple(suffixes),
+            tail_capacity=tail_capacity,
+            draft_model=self.draft_model,
+        )
+
+    def room(self, suffix_tokens: int, max_tokens: int) -> int:
+        """Tokens of the window that are left to the document.
+
+        Raises:
+            UsageError: not enough for its first chunk.
+        """
+        room = self.window - len(self.prompt.prefix_ids) - suffix_tokens - max_tokens
+        if room < (least := min(self._config.chunk_size, len(self.whole.token_ids))):
+            prefix = len(self.prompt.prefix_ids)
+            bare = prefix + len(self.prompt.suffix_ids(self.tokenizer, "", None))
+            raise _no_room(self.window, bare, prefix + suffix_tokens, max_tokens, least)
+        return room
+
+
 def read_for_questions(
     document: Document,
     questions: Sequence[str],
@@ -64,56 +186,20 @@ def read_for_questions(
         ModelError: the model is damaged or unsupported, or its tokenizer or template does not work.
         UsageError: the window has no room for the document beside question and answer.
     """
-    with watch.measure("load"):
-        hf_config = load_config(folder)
-        with loading(folder, "configuration"):
-            check_supported(hf_config)
-            window = context_window(hf_config)
-        tokenizer = load_tokenizer(folder)
-        prompt = build_prompt(tokenizer)
-        # Before anything that takes time: a model that cannot draft is an error of the command line.
-        draft_model = find_draft_model(folder, hf_config, tokenizer, config, reporter)
-    with watch.measure("parse"):
-        whole = tokenize_document(document, tokenizer, config.chunk_size, reporter)
-    scores = _score(whole, questions, config, reporter, watch, keep_vectors)
-
-    def suffix(tokenized: TokenizedDocument, question: str, row: np.ndarray, restate: int) -> list[int]:
-        passages = [quote.text for quote in best_quotes(tokenized, question, "", row, restate)] if restate else []
-        # The closest comes last, next to the question.
-        return prompt.suffix_ids(tokenizer, question, config.system, passages[::-1])
-
-    suffixes = [suffix(whole, q, row, config.restate) for q, row in zip(questions, scores, strict=True)]
-    tail_capacity = max(map(len, suffixes)) + config.max_tokens
-    room = window - len(prompt.prefix_ids) - tail_capacity
-    if room < (least := min(config.chunk_size, len(whole.token_ids))):
-        bare = len(prompt.prefix_ids) + len(prompt.suffix_ids(tokenizer, "", None))
-        raise _no_room(window, bare, window - room - config.max_tokens, config.max_tokens, least)
-    tokenized, truncated = select_window(whole, scores, room)
+    reader = Reader(document, folder, config, reporter, watch, keep_vectors)
+    scores, prompt = reader.scores(questions, watch), reader.prompt
+    asked = list(zip(questions, scores, strict=True))
+    suffixes = [reader.suffix(prompt, reader.whole, question, row, config.restate) for question, row in asked]
+    longest = max(map(len, suffixes))
+    tokenized, truncated = reader.select(scores, reader.room(longest, config.max_tokens))
     if truncated:
         scores = scores[:, [chunk.index for chunk in tokenized.chunks]]
-        reporter.warn(
-            f"the document has {len(whole.token_ids):,} tokens and the model's window has room for {room:,}: "
-            f"{truncated:,} tokens, those farthest from the question, were left out."
-        )
         # Only what is read may be repeated, and in no more tokens than were set aside.
         for index, question in enumerate(questions):
-            choices = (suffix(tokenized, question, scores[index], count) for count in range(config.restate, -1, -1))
-            suffixes[index] = next(ids for ids in choices if len(ids) + config.max_tokens <= tail_capacity)
-    with loading(folder, "configuration"):
-        _check_vocabulary(folder, hf_config, [prompt.prefix_ids, tokenized.token_ids, *suffixes])
-    return Reading(
-        document=document,
-        folder=folder,
-        hf_config=hf_config,
-        tokenizer=tokenizer,
-        prompt=prompt,
-        tokenized=tokenized,
-        truncated_tokens=truncated,
-        scores=scores,
-        suffixes=tuple(suffixes),
-        tail_capacity=tail_capacity,
-        draft_model=draft_model,
-    )
+            counts = range(config.restate, -1, -1)
+            choices = (reader.suffix(prompt, tokenized, question, scores[index], count) for count in counts)
+            suffixes[index] = next(ids for ids in choices if len(ids) <= longest)
+    return reader.reading(tokenized, truncated, scores, suffixes, longest + config.max_tokens)
 
 
 def _no_room(window: int, bare_tokens: int, prompt_tokens: int, max_tokens: int, least: int) -> UsageError:
@@ -148,22 +234,3 @@ def _check_vocabulary(folder: ModelFolder, hf_config: Any, token_ids: Sequence[S
             f"{hf_config.vocab_size:,} embeddings.",
             "The folder mixes files of two models: take config.json, weights and tokenizer from the same one.",
         )
-
-
-def _score(
-    tokenized: TokenizedDocument,
-    questions: Sequence[str],
-    config: Config,
-    reporter: Reporter,
-    watch: Stopwatch,
-    keep_vectors: KeepVectors | None,
-) -> np.ndarray:
-    """Scores of every chunk for every question, [num_questions, num_chunks], float32."""
-    if not tokenized.chunks:
-        return np.zeros((len(questions), 0), dtype=np.float32)
-    folder = resolve_scorer(config.scorer, config, reporter)
-    with watch.measure("load"):
-        scorer = make_scorer(config.scorer, folder, config, keep_vectors)
-    with watch.measure("score"):
-        passages = [tokenized.chunk_text(position) for position in range(len(tokenized.chunks))]
-        return scorer.score(passages, questions, reporter)

@@ -43,6 +43,13 @@ def fix_rope(model: nn.Module, hf_config: PretrainedConfig, total_tokens: int) -
             module.length_rope_type = originals
 
 
+def depends_on_length(hf_config: PretrainedConfig) -> bool:
+    """Whether a model's rotary frequencies are others for a longer sequence."""
+    rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    return any(_switches(str(part.get("rope_type"))) for part in by_layer_type or [rope])
+
+
 def _switches(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 

@@ -138,13 +138,16 @@ class EncoderScorer:
         return self._keep(f"{folder_key(self._folder)} {self._device} {libraries}", passages, make)
 
     def embed_questions(self, questions: Sequence[str]) -> np.ndarray:
-        """Unit vectors [num_questions, dim], float32."""
-        return self._embed(self._model.encode_query, questions, lambda done: None)
+        """Unit vectors [num_questions, dim], float32, each the same whatever else is asked."""
+        # In one pass a question would be padded to the longest, and rounded otherwise.
+        vectors = [self._embed(self._model.encode_query, [question], lambda done: None) for question in questions]
+        return np.concatenate(vectors)
 
     def score(self, passages: Sequence[str], questions: Sequence[str], reporter: Reporter) -> np.ndarray:
         """Cosine similarities [num_questions, num_passages], float32; a blank passage gets its question's lowest."""
         vectors = self.embed_passages(passages, reporter)
-        scores = self.embed_questions(questions) @ vectors.T
+        # One product each, for the same reason.
+        scores = np.stack([vectors @ question for question in self.embed_questions(questions)])
         blank = ~vectors.any(axis=1)
         if blank.any() and not blank.all():
             scores[:, blank] = scores[:, ~blank].min(axis=1, keepdims=True)

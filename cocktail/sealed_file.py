@@ -47,6 +47,17 @@ def write_sealed(path: Path, body: bytes) -> None:
         file.write(body)
 
 
+def read_first_line(path: Path) -> bytes:
+    """What was kept up to its first line's end, unchecked and without reading the rest.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(len(_MAGIC) + _DIGEST_BYTES)
+        return file.readline()
+
+
 def read_sealed(path: Path) -> bytes | None:
     """What was kept, or None if it is damaged.
 

@@ -189,6 +189,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "scorer": _text,
     "chunk_size": _integer,
     "restate": _integer,
+    "history": _integer,
     "draft": _word,
     "draft_bits": _bits,
     "draft_max": _integer,
@@ -201,6 +202,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "cache_dir": _path,
     "cache": _switch,
     "cache_size": _size,
+    "cache_form": _word,
 }
 # A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere, nor choose
 # where files are written, nor what is fetched and loaded: of models only those known by name.

@@ -17,8 +17,10 @@ from cocktail import __version__
 from cocktail.answer import error_json
 from cocktail.cli import signals
 from cocktail.cli.ask import ask
+from cocktail.cli.batch import batch
 from cocktail.cli.bench import bench_app
 from cocktail.cli.cache import cache_app
+from cocktail.cli.chat import chat
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
 from cocktail.cli.inspect import inspect
@@ -61,6 +63,8 @@ _epilog = SETTINGS_HELP + "\n\n" + EXIT_CODES
 # More arguments than DOC and QUESTION are let through: the commands know better what went wrong.
 _document: dict[str, Any] = {"cls": GroupedCommand, "epilog": _epilog, "context_settings": {"allow_extra_args": True}}
 app.command(short_help="Answer questions about a document, citing pages.", **_document)(ask)
+app.command(short_help="Keep asking about a document.", **_document)(chat)
+app.command(cls=GroupedCommand, epilog=_epilog, short_help="Answer many questions about many documents.")(batch)
 app.command(short_help="Show pages, text quality, chunks and bits.", **_document)(inspect)
 app.command(short_help="Show what would fit, without loading weights.", **_document)(plan)
 app.command(cls=GroupedCommand, short_help="Show versions, devices, memory, disk and models.")(doctor)

@@ -60,6 +60,7 @@ def ask(
     cache_dir: options.CacheDir = None,
     cache: options.Cache = None,
     cache_size: options.CacheSize = None,
+    cache_form: options.CacheForm = None,
     offline: options.Offline = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
@@ -79,23 +80,10 @@ def ask(
     draft_max: options.DraftMax = None,
     draft_model: options.DraftModel = None,
     verify: options.Verify = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Write the answer to a file, which is replaced only if the run succeeds.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
+    output: options.OutputFile = None,
     json: options.Json = False,
-    no_stream: Annotated[
-        bool, typer.Option("--no-stream", help="Write the answer once it is complete.", rich_help_panel="Output")
-    ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Show bytes, bits and timings on stderr.", rich_help_panel="Output")
-    ] = False,
+    no_stream: options.NoStream = False,
+    stats: options.Stats = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = 0,
     no_progress: options.NoProgress = False,

@@ -44,12 +44,13 @@ def list_cache(
             ", ".join(entry.paths) or entry.sha256,
             f"{entry.tokens:,}",
             ", ".join(entry.models) or "-",
+            ", ".join(entry.forms) or "-",
             format_bytes(entry.size),
             _when(entry.used),
         )
         for entry in entries
     ]
-    Output().write(aligned(("document", "tokens", "models", "size", "last used"), rows) + "\n")
+    Output().write(aligned(("document", "tokens", "models", "form", "size", "last used"), rows) + "\n")
 
 
 @cache_app.command("path", cls=GroupedCommand)

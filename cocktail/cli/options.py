@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cocktail.config import DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
+from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
 from cocktail.settings import DTYPE_ALIASES, SCORERS
 
@@ -149,6 +149,18 @@ CacheSize = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+CacheForm = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-form",
+        metavar="|".join(CACHE_FORMS),
+        help="How a document's keys and values are kept. int8: in about half the bytes, rounded to 8 bits before a "
+        "question quantizes them, so that answers may differ slightly from exact ones; --kv fp16 does not use them "
+        f"(default: {_DEFAULT.cache_form}).",
+        autocompletion=_complete(CACHE_FORMS),
+        rich_help_panel=_MODEL,
+    ),
+]
 Offline = Annotated[
     bool | None,
     typer.Option(
@@ -229,6 +241,15 @@ Restate = Annotated[
         "--restate",
         metavar="N",
         help=f"Passages repeated between document and question; 0 repeats none (default: {_DEFAULT.restate}).",
+        rich_help_panel=_ANSWER,
+    ),
+]
+History = Annotated[
+    int | None,
+    typer.Option(
+        "--history",
+        metavar="N",
+        help=f"Tokens of earlier questions and answers that stay in view (default: {_DEFAULT.history}).",
         rich_help_panel=_ANSWER,
     ),
 ]
@@ -318,6 +339,22 @@ Verify = Annotated[
         autocompletion=_complete(VERIFIERS),
         rich_help_panel=_SPECULATION,
     ),
+]
+OutputFile = Annotated[
+    str | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Write the answer to a file, which is replaced only if the run succeeds.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+NoStream = Annotated[
+    bool, typer.Option("--no-stream", help="Write the answer once it is complete.", rich_help_panel=_OUTPUT)
+]
+Stats = Annotated[
+    bool, typer.Option("--stats", help="Show bytes, bits and timings on stderr.", rich_help_panel=_OUTPUT)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON, one object on one line.", rich_help_panel=_OUTPUT)]
 Quiet = Annotated[

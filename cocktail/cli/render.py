@@ -156,6 +156,12 @@ class TerminalReporter:
         self._warned.append(message)
         self._say(f"warning: {message}", "yellow")
 
+    def error(self, message: str, hint: str | None) -> None:
+        """Writes an error that does not end the command, also with --quiet."""
+        self._say(f"error: {one_line(message)}", "red")
+        if hint:
+            self._say(f"hint: {one_line(hint)}", "")
+
     def text(self, piece: str) -> None:
         """Writes a piece of the answer at once, if the answer is streamed; trailing newlines wait for more text."""
         if not self.display.stream:
@@ -192,15 +198,19 @@ class TerminalReporter:
         self._stop_progress()
         self._end_answer()
 
-    def sources(self, citations: Sequence[Citation]) -> None:
-        """Writes one line per citation: page and quote; with -v also score and precision."""
+    def sources(self, citations: Sequence[Citation], *, whole: bool = False) -> None:
+        """Writes one line per citation: page and quote; with -v also score and precision.
+
+        Args:
+            whole: quotes are not cut.
+        """
         if self.display.quiet:
             return
         for citation in citations:
             label = one_line(citation.page_label) or str(citation.page)
             sheet = f", page {citation.page} of the file" if label != str(citation.page) else ""
             quote = one_line(citation.quote)
-            if len(quote) > _QUOTE_LENGTH:
+            if len(quote) > _QUOTE_LENGTH and not whole:
                 quote = quote[: _QUOTE_LENGTH - 1].rstrip() + "…"
             detail = f"  ({citation.score:.2f}, {citation.precision})" if self.display.verbose else ""
             line = Text.assemble((f"[p. {label}{sheet}]", "cyan"), f" {quote}", (detail, "dim"))

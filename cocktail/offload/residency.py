@@ -71,12 +71,15 @@ class DraftModelNeeds:
 class KvChoice:
     """A policy of the KV cache, and the memory that the sealed cache and its tail take.
 
+    `history_bits` are those of a chat's older turns.
+
     A model that drafts reads what the policy leaves unquantized: so what it needs goes with the policy.
     """
 
     policy: str
     nbytes: int
     draft_model: DraftModelNeeds = DraftModelNeeds()
+    history_bits: int = 16
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ class ResidencyPlan:
     token_seconds: float
     copy_seconds: float
     drafted_tokens: int = 0
+    kv_bytes: int = 0
+    history_bits: int = 16
 
     @property
     def resident_layers(self) -> int:
@@ -352,6 +357,8 @@ def _plan(
         hidden_on_host=hidden_on_host,
         segment_tokens=segment_tokens,
         kv_policy=kv.policy,
+        kv_bytes=kv.nbytes,
+        history_bits=kv.history_bits,
         draft=draft,
         estimate=_estimate(size, workload, kv, draft, streamed, *placement),
         prefill_seconds=max(copy, compute + launching) + speed.copy_seconds(rows_moved),

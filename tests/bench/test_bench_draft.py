@@ -28,17 +28,17 @@ def test_every_kind_of_draft_is_measured_and_finds_the_tokens_of_plain_decoding(
 ) -> None:
     document = tmp_path / "mill.txt"
     document.write_text(TEXT, encoding="utf-8")
-    names = "self-4,chain-3,rejection-2,no-layer-sharing-4,no-kv-sharing-4,nothing-shared-4,ngram"
+    names = "self-4,self-3-only,chain-3,rejection-2,no-layer-sharing-4,no-kv-sharing-4,nothing-shared-4,ngram"
     arguments = ["bench", "draft", str(document), "-m", str(wide_folder), "--variants", names, "--resident", "0,1"]
     arguments += ["-n", "12", "--dtype", "fp32", "--offline", "--cache-dir", str(tmp_path / "cache"), "-o", "json"]
     assert run(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     rows = result["variants"]
     assert result["machine"]["emulated"]
-    assert len(rows) == 7 * 2 * 2
-    measured = [row for row in rows if row["status"] == "measured"]
-    assert measured
-    for row in measured:
+    assert {row["variant"] for row in rows} == set(names.split(","))
+    assert len(rows) == 8 * 2 * 2
+    for row in rows:
+        assert (row["status"], row["reason"]) == ("measured", None), row
         assert row["same_tokens"] is True
         assert row["speedup"] > 0
         drafts = row["variant"] != "ngram"
@@ -60,13 +60,13 @@ def test_answers_are_repeated_and_paired_and_auto_drafts_as_a_run_does(
         if row["resident_layers"] == 4 and row["variant"] == "self-4":
             assert row["status"] == "failed"
             assert "nothing to substitute" in row["reason"]
-        elif row["status"] == "measured":
+        else:
+            assert (row["status"], row["reason"]) == ("measured", None), row
             assert row["same_tokens"] is True
             assert row["runs"] == 3 * row["prompts"]
             assert row["speedup_low"] <= row["speedup_median"] <= row["speedup_high"]
             # With every layer resident nothing but n-grams drafts.
             assert (row["pass_over_step"] is None) == (row["resident_layers"] == 4)
-    assert any(row["status"] == "measured" for row in rows)
 
 
 def test_prompts_of_a_folder_are_of_the_kinds_that_are_asked_for(shared_data: Path) -> None:

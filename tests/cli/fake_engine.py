@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from cocktail import errors
 from cocktail.answer import (
@@ -66,7 +66,15 @@ def interrupt_in_callback() -> None:
 LOST: dict[str, Callable[[], object]] = {"destructor": Interrupting, "callback": interrupt_in_callback}
 
 
-def answer_questions(request: Request, config: Config, reporter: Reporter) -> Iterator[Answer]:
+def check_run(config: Config, reporter: Reporter) -> None:
+    """Finds nothing wrong, unless the model is named so."""
+    if config.model == "missing":
+        raise errors.ModelError("missing is no model.")
+
+
+def answer_questions(
+    request: Request, config: Config, reporter: Reporter, models: object = None
+) -> Generator[Answer, None, None]:
     """Yields one answer a question; some questions make it fail in the way they name."""
     SEEN.append((request, config))
     with reporter.stage("parse", total=2, unit="pages") as advance:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cocktail.answer import PlanStats, Timings
+from cocktail.cli.app import run
 from cocktail.cli.render import stats_rows
 from cocktail.document import read_document
 from cocktail.engine import Request
@@ -354,3 +355,85 @@ def test_complaint_36_a_cache_that_cannot_be_held_ends_before_the_engine_starts(
     assert "cocktail" in result.err
     assert "int4" in result.err
     assert len(result.err.strip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--draft nonsense", "--draft is nonsense; it must be one of auto, self, ngram, off."),
+        ("--draft-bits 5", "--draft-bits is 5; it must be one of 4, 3, 2, nf4."),
+        ("--draft-max 0", "--draft-max is 0; it must be from 1 to 256 tokens."),
+        ("--draft-max 257", "--draft-max is 257; it must be from 1 to 256 tokens."),
+        ("--verify nonsense", "--verify is nonsense; it must be one of match, rejection."),
+        (
+            "--draft-model other --draft ngram",
+            "--draft-model names a model that drafts, and --draft is ngram.",
+        ),
+        ("--draft-model other --draft off", "--draft-model names a model that drafts, and --draft is off."),
+    ],
+)
+def test_a_draft_flag_that_cannot_be_is_one_line_before_the_engine_starts(
+    cocktail: Run, monkeypatch: pytest.MonkeyPatch, flags: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cocktail.engine", None)
+    result = cocktail("ask", "doc", "why", *flags.split())
+    assert (result.code, result.out) == (2, "")
+    assert result.err.splitlines()[0] == f"error: {message}"
+    assert [line for line in result.err.splitlines()[1:] if not line.startswith("hint: ")] == []
+    result = cocktail("ask", "doc", "why", *flags.split(), "--json")
+    body = json.loads(result.out)
+    assert (result.code, body["ok"]) == (2, False)
+    assert (body["error"]["code"], body["error"]["message"]) == ("usage", message)
+
+
+def test_a_number_of_drafted_tokens_that_is_none_is_told_by_its_flag(cocktail: Run) -> None:
+    result = cocktail("ask", "doc", "why", "--draft-max", "abc")
+    assert (result.code, result.out) == (2, "")
+    assert "--draft-max" in result.err.splitlines()[0]
+    assert "integer" in result.err.splitlines()[0]
+    body = json.loads(cocktail("ask", "doc", "why", "--draft-max", "abc", "--json").out)
+    assert body["error"]["code"] == "usage"
+
+
+def test_a_draft_model_that_is_missing_is_told_apart_from_the_run_s(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("doc.txt").write_text("The mill stands by the river.")
+    arguments = ["ask", "doc.txt", "Where?", "-m", str(tiny_folder), "--draft-model", "./missing"]
+    arguments += ["--scorer", "bm25", "--offline"]
+    assert run(arguments) == 7
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[0] == "error: --draft-model: ./missing: no such folder."
+    assert captured.err.splitlines()[1].startswith("hint: Give a folder")
+    assert run([*arguments, "--json"]) == 7
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["code"], error["message"]) == ("model", "--draft-model: ./missing: no such folder.")
+
+
+def test_a_draft_variable_or_file_that_cannot_be_is_named_as_such(
+    cocktail: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("cocktail.toml").write_text("draft_bits = 5")
+    result = cocktail("ask", "doc", "why")
+    assert result.code == 2
+    assert result.err == "error: draft_bits in cocktail.toml is 5; it must be one of 4, 3, 2, nf4.\n"
+    Path("cocktail.toml").unlink()
+    monkeypatch.setenv("COCKTAIL_DRAFT", "bad")
+    result = cocktail("ask", "doc", "why")
+    assert result.code == 2
+    assert result.err == "error: COCKTAIL_DRAFT is bad; it must be one of auto, self, ngram, off.\n"
+
+
+def test_draft_flags_reach_the_engine_and_stand_against_the_variable(
+    cocktail: Run, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COCKTAIL_DRAFT", "ngram")
+    flags = "--draft SELF --draft-bits nf4 --draft-max 256 --verify rejection"
+    assert cocktail("ask", "doc", "why", *flags.split()).code == 0
+    config = engine.SEEN[-1][1]
+    assert (config.draft, config.draft_bits, config.draft_max, config.verify) == ("self", "nf4", 256, "rejection")
+    assert cocktail("ask", "doc", "why").code == 0
+    assert engine.SEEN[-1][1].draft == "ngram"
+    assert cocktail("ask", "doc", "why", "--draft-model", "other").code == 0
+    assert (engine.SEEN[-1][1].draft, engine.SEEN[-1][1].draft_model) == ("auto", "other")

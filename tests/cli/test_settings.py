@@ -223,6 +223,65 @@ def test_a_flag_that_says_what_drafts_stands_against_a_file() -> None:
         resolve({"draft": "off", "draft_model": "other"}, {}).config()
 
 
+DRAFT_VALUES = [
+    ("draft", "nonsense", "is nonsense; it must be one of auto, self, ngram, off."),
+    ("draft_bits", "5", "is 5; it must be one of 4, 3, 2, nf4."),
+    ("draft_max", "0", "is 0; it must be from 1 to 256 tokens."),
+    ("draft_max", "257", "is 257; it must be from 1 to 256 tokens."),
+    ("draft_max", "-1", "is -1; it must be from 1 to 256 tokens."),
+    ("draft_max", "abc", ": 'abc' is not a whole number."),
+    ("draft_max", "1.5", ": '1.5' is not a whole number."),
+    ("verify", "nonsense", "is nonsense; it must be one of match, rejection."),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "found"), DRAFT_VALUES)
+def test_a_draft_setting_that_cannot_be_is_named_with_its_source(key: str, value: str, found: str) -> None:
+    variable, found = f"COCKTAIL_{key.upper()}", found if found.startswith(":") else f" {found}"
+    for flags, environ, where in (({key: value}, {}, f"--{key.replace('_', '-')}"), ({}, {variable: value}, variable)):
+        with pytest.raises(UsageError) as caught:
+            resolve(flags, environ)
+        assert caught.value.message == f"{where}{found}"
+    Path("cocktail.toml").write_text(f'{key} = "{value}"')
+    with pytest.raises(UsageError) as caught:
+        resolve({}, {})
+    assert caught.value.message == f"{key} in cocktail.toml{found}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("draft_max = 257", "draft_max in cocktail.toml is 257; it must be from 1 to 256 tokens."),
+        ("draft_max = true", "draft_max in cocktail.toml: True is not a whole number."),
+        ("draft_bits = 8", "draft_bits in cocktail.toml is 8; it must be one of 4, 3, 2, nf4."),
+        ("draft = 3", "draft in cocktail.toml: 3 is not a piece of text."),
+        ("draft_model = ''", "draft_model in cocktail.toml is ''"),
+        ("draft_model = './folder'", "draft_model in cocktail.toml is './folder'"),
+    ],
+)
+def test_a_draft_setting_of_a_file_is_refused_whatever_its_type(content: str, message: str) -> None:
+    Path("cocktail.toml").write_text(content)
+    with pytest.raises(UsageError) as caught:
+        resolve({}, {})
+    assert caught.value.message.startswith(message)
+
+
+def test_draft_settings_are_read_from_variables_and_files() -> None:
+    Path("cocktail.toml").write_text('draft = "ngram"\ndraft_bits = 3\ndraft_max = 256\nverify = "rejection"')
+    config = resolve({}, {}).config()
+    assert (config.draft, config.draft_bits, config.draft_max, config.verify) == ("ngram", "3", 256, "rejection")
+    variables = {"COCKTAIL_DRAFT": "SELF", "COCKTAIL_DRAFT_BITS": "NF4", "COCKTAIL_DRAFT_MAX": "1"}
+    config = resolve({}, variables).config()
+    assert (config.draft, config.draft_bits, config.draft_max, config.verify) == ("self", "nf4", 1, "rejection")
+
+
+def test_a_model_and_another_draft_exclude_each_other_in_one_place_too() -> None:
+    Path("cocktail.toml").write_text('draft = "ngram"\ndraft_model = "smollm2-135m-instruct"')
+    with pytest.raises(UsageError, match="--draft-model names a model that drafts, and --draft is ngram"):
+        resolve({}, {}).config()
+    assert resolve({"draft": "auto"}, {}).config().draft_model == "smollm2-135m-instruct"
+
+
 def test_a_home_folder_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert resolve({"cache_dir": "~/c"}, {}).config().cache_dir == Path("/home/me/c")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cocktail.cli import signals
+from tests.cli.terminal import rest_of
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 ROOT = Path(__file__).parents[2]
@@ -62,12 +63,7 @@ def test_an_interrupted_progress_bar_gives_the_cursor_back(number: signal.Signal
     while b"decode" not in seen:
         seen += os.read(leader, 4096)
     process.send_signal(number)
-    try:
-        while block := os.read(leader, 4096):
-            seen += block
-    except OSError:
-        pass  # Linux ends a terminal that nobody holds any more with an error
-    os.close(leader)
+    seen += rest_of(leader)
     assert process.wait(60) == 128 + number
     assert b"\x1b[?25l" in seen
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
@@ -97,6 +93,7 @@ def test_an_interrupt_after_the_last_step_shows_in_the_exit_code(
 def test_other_errors_that_nobody_can_catch_are_still_printed(tmp_path: Path) -> None:
     code = """
 from cocktail.cli import signals
+from tests.cli.terminal import rest_of
 signals.catch()
 class Broken:
     def __del__(self):

@@ -1,19 +1,22 @@
-"""Speculators over tiny models, whose drafts are the models themselves, disturbed."""
+"""Speculators over tiny models, whose drafts are the models themselves, disturbed; or over models that know a text."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig
 
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode_step import DecodeStep
 from cocktail.draft import ModelDraft, NgramDraft
 from cocktail.draft_costs import Calibration
+from cocktail.draft_tree import MODEL, SELF
 from cocktail.kv_cache import MixedKVCache
 from cocktail.ngram import NgramIndex
 from cocktail.prefill import prefill
@@ -24,22 +27,58 @@ LAYOUT = ContextLayout(3, 5, 8, 4)
 IDS = torch.randint(3, 384, (LAYOUT.context_len + 6,), generator=torch.Generator().manual_seed(1))
 
 
+# Seconds of a pass, or what they are by its rows.
+Cost = float | Callable[[int], float]
+
+
 class Clock:
     """Seconds that pass only when something is run, so that nothing depends on the machine.
 
     Args:
-        draft, verify: seconds of a pass.
+        draft, verify: what a pass takes.
+        waits: what a pass of the target waits for besides.
     """
 
-    def __init__(self, draft: float = 1.0, verify: float = 20.0) -> None:
-        self.draft, self.verify, self.now = draft, verify, 0.0
+    def __init__(self, draft: Cost = 1.0, verify: Cost = 20.0, waits: Cost = 0.0) -> None:
+        self.draft, self.verify, self.waits = draft, verify, waits
+        self.now = self.waited = 0.0
 
     def __call__(self) -> float:
         return self.now
 
-    def charge(self, model: Any, seconds: float) -> None:
+    def charge(self, model: Any, cost: Cost, waits: Cost = 0.0) -> None:
         """Makes every pass of a model take so long."""
-        model.register_forward_pre_hook(lambda *_: setattr(self, "now", self.now + seconds))
+
+        def run(_model: Any, _args: Any, inputs: dict[str, Any]) -> None:
+            rows = inputs["input_ids"].shape[-1]
+            took, waited = (float(part(rows)) if callable(part) else part for part in (cost, waits))
+            self.now += took + waited
+            self.waited += waited
+
+        model.register_forward_pre_hook(run, with_kwargs=True)
+
+
+class Scripted(torch.nn.Module):
+    """A decoder that knows the token of every position, whatever it has read.
+
+    Args:
+        tokens: by absolute position, below `VOCAB_SIZE`.
+        sure: the probability that each gets, one for all or one for each.
+    """
+
+    VOCAB_SIZE = 64
+
+    def __init__(self, tokens: Sequence[int], sure: float | Sequence[float] = 0.9) -> None:
+        super().__init__()
+        self.tokens = torch.tensor(tokens)
+        self.sure = torch.tensor([sure] * len(tokens) if isinstance(sure, float) else sure)
+
+    def forward(self, *, position_ids: torch.Tensor, logits_to_keep: int, past_key_values: Any, **_: Any) -> Any:
+        after = self.tokens[position_ids[0, -logits_to_keep:] + 1]
+        sure = self.sure[position_ids[0, -logits_to_keep:] + 1]
+        logits = ((1 - sure) / (self.VOCAB_SIZE - 1)).log()[:, None].repeat(1, self.VOCAB_SIZE)
+        logits[range(len(after)), after] = sure.log()
+        return SimpleNamespace(logits=logits[None])
 
 
 def disturbed(model: Any, amount: float, seed: int = 0) -> Any:
@@ -64,12 +103,20 @@ def read(model: Any, slots: int = 40) -> tuple[MixedKVCache, torch.Tensor]:
     return cache, prefill(model, cache, IDS[: LAYOUT.context_len], IDS[LAYOUT.context_len :], plan)
 
 
+def empty_cache(slots: int) -> MixedKVCache:
+    """One without a context, which nothing is written to, as large as so many tokens and a tree need."""
+    layout, capacity = ContextLayout(0, 0, 8, 0), slots + MAX_NODES
+    geometry = KVGeometry.from_config(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1), capacity)
+    return MixedKVCache(geometry, layout, capacity, torch.float32)
+
+
 def speculator(
     model: Any,
     cache: MixedKVCache,
     sampler: Sampler,
     *,
     draft: Any = None,
+    draft_cache: MixedKVCache | None = None,
     ngram: Sequence[int] | None = None,
     limits: Limits | None = None,
     clock: Clock | None = None,
@@ -79,14 +126,23 @@ def speculator(
 
     Args:
         draft: a model over the same cache, or None.
+        draft_cache: of a draft that has one of its own.
         ngram: tokens that n-grams are found in, or None.
     """
     calibration, clock = Calibration(), clock or Clock()
-    clock.charge(model, clock.verify)
+    clock.charge(model, clock.verify, clock.waits)
     drafting = None
     if draft is not None:
         clock.charge(draft, clock.draft)
-        drafting = ModelDraft(DecodeStep(draft, cache), sampler, calibration, clock=clock)
+        shares = draft_cache is None
+        drafting = ModelDraft(
+            DecodeStep(draft, cache if draft_cache is None else draft_cache),
+            sampler,
+            calibration,
+            source=SELF if shares else MODEL,
+            shares_cache=shares,
+            clock=clock,
+        )
     return Speculator(
         model,
         DecodeStep(model, cache),

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cocktail.bit_plan import FULL, BitPlan, plan_bits
+from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits, within
+from cocktail.context import ContextLayout
 
 PAPER = ("cocktail-paper", "cocktail")
 
@@ -94,3 +95,40 @@ def test_a_better_score_never_gets_fewer_bits(scores: np.ndarray, alpha: float, 
     order = np.argsort(scores[1:], kind="stable")
     assert (np.diff(bits[order].astype(int)) >= 0).all()
     assert set(bits.tolist()) <= {2, 4, FULL}
+
+
+@pytest.mark.parametrize("history", [0, 5, 8, 37, 100])
+@pytest.mark.parametrize("recent", [0, 7, 30])
+def test_a_history_goes_on_behind_the_documents_chunks(history: int, recent: int) -> None:
+    plan = plan_bits("int2", np.zeros(4, dtype=np.float32), 0.6, 0.1)
+    layout = ContextLayout.of(3, 4 * 8 + 5, 8).followed_by(history)
+    assert (layout.prefix_len, layout.context_len) == (3, 40 + history)
+    whole = history_plan(plan, layout, recent, 4)
+    assert whole.k_bits.shape == whole.v_bits.shape == (1, layout.num_chunks)
+    assert (whole.k_bits[0, :4] == plan.k_bits[0]).all()
+    added = whole.k_bits[0, 4:]
+    unquantized = int((added == FULL).sum()) * 8 + layout.remainder_len
+    assert set(added.tolist()) <= {4, FULL}
+    assert sorted(added) == added.tolist(), "the older ones come first"
+    # The last turn and not a chunk more than it touches.
+    assert min(recent, history) <= unquantized < max(recent, layout.remainder_len + 1) + 8
+    assert (history_plan(plan, layout, recent, FULL).k_bits[0, 4:] == FULL).all()
+
+
+def test_a_history_goes_on_in_every_layer_of_a_plan() -> None:
+    bits = np.array([[16, 4], [16, 2]], dtype=np.int8)
+    whole = history_plan(BitPlan("x", bits, bits), ContextLayout.of(0, 32, 8), 0, 4)
+    assert whole.k_bits.tolist() == [[16, 4, 4, 4], [16, 2, 4, 4]]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 9])
+def test_the_lowest_scores_lose_their_precision_first_where_there_is_no_room(room: int) -> None:
+    bits = np.array([[FULL, FULL, 4, FULL, 2, FULL]], dtype=np.int8)
+    plan = BitPlan("cocktail", bits, bits.copy())
+    scores = np.array([0.0, 0.9, 0.4, 0.8, 0.1, 0.95], dtype=np.float32)
+    lowered = within(plan, scores, lambda plan: len(plan.unquantized) <= room)
+    assert lowered.unquantized.tolist() == sorted([0, 5, 1, 3][:room])
+    assert (lowered is plan) == (room >= 4)
+    assert lowered.k_bits[0, [2, 4]].tolist() == [4, 2]
+    assert (lowered.k_bits == lowered.v_bits).all()
+    assert set(lowered.k_bits[0, [1, 3, 5]].tolist()) <= {4, FULL}

@@ -16,7 +16,7 @@ from tests.cocktail.notes import Notes
 
 DATA = b"the bytes of a file"
 DOCUMENT = Document("a.pdf", "pdf", "unused", (Page(1, "i", "One \u00e9 \ud7ff", 0.5), Page(2, "1", "", 1.0)), 3, ())
-KEY = KvKey("ab" * 32, "", "1", "all", "t", "m", "bfloat16", "", "cpu", "x")
+KEY = KvKey("ab" * 32, "", "1", "all", "t", "m", "bfloat16", "", "cpu", "exact", "x")
 
 
 @pytest.fixture

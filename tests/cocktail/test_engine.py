@@ -23,12 +23,16 @@ from cocktail.report import SilentReporter
 
 
 class Recording(SilentReporter):
-    """Keeps the streamed text and the stages too."""
+    """Keeps the streamed text, the stages and the notes too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[str] = []
         self.stages: list[str] = []
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
 
     def text(self, piece: str) -> None:
         self.pieces.append(piece)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,44 +17,24 @@ from typing import Any, NoReturn
 
 import filelock
 import pytest
+import torch
 
 from cocktail import kept_context, kv_file
-from cocktail.answer import Answer, CacheStats
+from cocktail.answer import CacheStats
 from cocktail.config import KV_POLICIES, Config
-from cocktail.engine import Request, answer_questions
+from cocktail.context import KVGeometry
 from cocktail.kept_context import open_store
+from cocktail.kv_form import ExactForm, KvShape
 from cocktail.report import SilentReporter
 from tests.cocktail.drafted_runs import PARAGRAPHS
+from tests.cocktail.keeping import CATS, WHO, ask, cold, keeping_config, kept_files
+from tests.cocktail.test_document import encrypted_pdf
 from tests.cocktail.test_engine import Recording
-
-WHO, CATS = "Who cut the wheel?", "How many cats are there?"
 
 
 @pytest.fixture
 def config(tiny_folder: Path, tmp_path: Path) -> Config:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    return Config(
-        model=str(folder), scorer="bm25", max_tokens=8, offline=True, device="cpu", restate=1, cache_dir=tmp_path / "c"
-    )
-
-
-def ask(
-    path: Path, config: Config, *questions: str, reporter: SilentReporter | None = None, **request: Any
-) -> list[Answer]:
-    asked = Request(str(path), questions or (WHO,), **request)
-    return list(answer_questions(asked, config, reporter or SilentReporter()))
-
-
-def cold(path: Path, config: Config, *questions: str) -> list[Answer]:
-    """Answers of runs that keep nothing."""
-    answers = ask(path, replace(config, cache=False), *questions)
-    assert answers[0].cache == CacheStats("off", "off", "--no-cache")
-    return answers
-
-
-def kept_files(config: Config) -> list[Path]:
-    return [path for path in open_store(config, SilentReporter()).files() if path.suffix == ".safetensors"]
+    return keeping_config(tiny_folder, tmp_path)
 
 
 @pytest.mark.parametrize("policy", KV_POLICIES)
@@ -145,10 +124,25 @@ def test_one_changed_byte_is_another_document(document: Path, config: Config) ->
     assert answer.answer == expected.answer
 
 
-def test_what_a_password_opens_is_not_kept(document: Path, config: Config) -> None:
-    [answer] = ask(document, config, password="x")
+def test_what_only_a_password_opens_is_not_kept(tmp_path: Path, config: Config) -> None:
+    path = tmp_path / "a.pdf"
+    path.write_bytes(encrypted_pdf("boss", "clerk"))
+    [answer] = ask(path, config, password="clerk")
     assert answer.cache == CacheStats("off", "off", "a document with a password is not kept")
     assert not open_store(config, SilentReporter()).root.exists()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_password_that_is_not_needed_changes_nothing(
+    encrypted: bool, document: Path, tmp_path: Path, config: Config
+) -> None:
+    path = document
+    if encrypted:
+        path = tmp_path / "a.pdf"
+        # What an owner may do is restricted, and anyone may read it.
+        path.write_bytes(encrypted_pdf("boss", None))
+    ask(path, config, password="boss")
+    assert ask(path, config)[0].cache == CacheStats("hit", "hit")
 
 
 def test_over_the_window_the_kept_chunks_count(document: Path, config: Config) -> None:
@@ -265,12 +259,14 @@ from pathlib import Path
 import torch
 from cocktail.context import KVGeometry, LayerContext
 from cocktail.kv_file import KvFileWriter
-geometry = KVGeometry(2, 64, (None,) * 12)
+from cocktail.kv_form import ExactForm, KvShape
+form = ExactForm(KvShape(KVGeometry(2, 64, (None,) * 12), 5, 500, torch.bfloat16))
 print("ready", flush=True)
 while True:
-    writer = KvFileWriter(Path(sys.argv[1]), geometry, 500, torch.bfloat16, {})
+    writer = KvFileWriter(Path(sys.argv[1]), form, 12, {})
     for layer in range(12):
-        writer.append(LayerContext(*torch.full((2, 2, 500, 64), layer, dtype=torch.bfloat16).unbind()))
+        context = LayerContext(*torch.full((2, 2, 500, 64), layer, dtype=torch.bfloat16).unbind())
+        writer.append(form.encode(context))
     writer.finish()
 """
 
@@ -278,6 +274,7 @@ while True:
 @pytest.mark.long
 def test_a_writer_that_is_killed_leaves_a_whole_file_or_none(tmp_path: Path) -> None:
     path, draw, whole = tmp_path / "a.safetensors", random.Random(0), 0
+    form = ExactForm(KvShape(KVGeometry(2, 64, (None,) * 12), 5, 500, torch.bfloat16))
     root = str(Path(__file__).parents[2])
     for _ in range(200):
         path.unlink(missing_ok=True)
@@ -294,7 +291,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_file_or_none(tmp_path: Path) -> 
         process.stdout.close()
         if path.exists():
             whole += 1
-            found = kv_file.KvFile(path)
+            found = kv_file.KvFile(path, form)
             for layer in range(12):
                 context = found.layer(layer)
                 assert (context.key == layer).all()

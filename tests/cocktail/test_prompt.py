@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cocktail.chunk import tokenize_document
 from cocktail.document import Document, Page
 from cocktail.errors import ModelError
-from cocktail.prompt import INTRODUCTION, NOT_FOUND, Prompt, build_prompt, is_answered
+from cocktail.prompt import INTRODUCTION, NOT_FOUND, Prompt, build_follow_up, build_prompt, is_answered
 from cocktail.tokens import encode
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -108,6 +108,33 @@ def test_a_rendered_prompt_is_what_the_template_makes_of_one_user_turn() -> None
     turn = [{"role": "user", "content": content}]
     assert text == tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     assert text.startswith("<|im_start|>system\nYou are Tiny.<|im_end|>\n")
+
+
+def test_a_second_question_stands_where_the_template_puts_it() -> None:
+    tokenizer = make_tokenizer(SYSTEM_BY_DEFAULT)
+    prompt, follow_up = build_prompt(tokenizer), build_follow_up(tokenizer)
+    assert follow_up.prefix_ids == ()
+    answer = encode(tokenizer, "Ann.", special=False)[0]
+    second = follow_up.suffix_ids(tokenizer, "When?", "Briefly.", ["a passage"])
+    text = whole(tokenizer, prompt, "Who?") + str(tokenizer.decode([*answer, *second]))
+    first = text[text.index(INTRODUCTION) : text.index("Who?") + 4]
+    again = text[text.index("The passages", len(first)) : text.index("When?") + 5]
+    assert [part in again for part in ("a passage", NOT_FOUND, "Briefly.")] == [True, True, True]
+    turns = [("user", first), ("assistant", "Ann."), ("user", f"\n\n{again}")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_second_question_after_plain_text() -> None:
+    tokenizer = make_tokenizer(None)
+    text = str(tokenizer.decode(build_follow_up(tokenizer).suffix_ids(tokenizer, "When?", None)))
+    assert text.startswith("\n\nUsing only the document")
+    assert text.endswith("\n\nQuestion: When?\nAnswer:")
+
+
+def test_a_template_without_answers_is_no_template_for_a_chat() -> None:
+    with pytest.raises(ModelError, match="does not pass a second question through"):
+        build_follow_up(make_tokenizer(SYSTEM_IGNORED))
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertModel, PreTrainedTokenizerFast
 
 from cocktail.config import Config
 from cocktail.errors import ModelError
@@ -26,6 +25,7 @@ from cocktail.score import (
     smooth,
     words,
 )
+from tests.cocktail.tiny_encoder import save_tiny_encoder
 
 PASSAGES = [
     "the cat sat on the mat",
@@ -53,27 +53,8 @@ class StageCounter(SilentReporter):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT without sentence-transformers' own files, as Contriever is published."""
-    path = tmp_path_factory.mktemp("encoder")
-    vocab = {
-        token: i for i, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted(set(words(str(PASSAGES))))])
-    }
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", special_tokens=[("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", model_max_length=64
-    )
-    fast.save_pretrained(path)
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
-    BertModel(config).save_pretrained(path)
-    return path
+    """See `save_tiny_encoder`."""
+    return save_tiny_encoder(tmp_path_factory.mktemp("encoder"), str(PASSAGES))
 
 
 def mean_pooled(folder: Path, text: str) -> np.ndarray:
@@ -112,6 +93,14 @@ def test_scores_do_not_depend_on_the_order_of_the_passages(folder: Path) -> None
     there = scorer.score(many, ["a red cat"], SILENT)[0]
     back = scorer.score(many[::-1], ["a red cat"], SILENT)[0]
     np.testing.assert_allclose(there, back[::-1], atol=1e-5)
+
+
+def test_a_question_s_scores_do_not_depend_on_what_else_is_asked(folder: Path) -> None:
+    for scorer in (EncoderScorer("tiny", folder, "cpu"), Bm25Scorer()):
+        questions = ["a cat", "is there a cat on the red mat or under it?", "mat"]
+        together = scorer.score(PASSAGES, questions, SILENT)
+        for question, scores in zip(questions, together, strict=True):
+            np.testing.assert_array_equal(scorer.score(PASSAGES, [question], SILENT)[0], scores)
 
 
 def test_progress_counts_every_passage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
