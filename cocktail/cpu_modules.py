@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,13 @@ from transformers import PreTrainedModel
 from cocktail.kernels.compiled import cpu_kernels
 from cocktail.kernels.dense_linear import dense_linear
 from cocktail.kernels.layer_weights import LayerWeights
-from cocktail.kernels.limits import STEP_ROWS
+from cocktail.kernels.limits import FEW_ROWS
 from cocktail.kernels.low_bit_weight import LowBitWeight
 from cocktail.kv_cache import MixedKVCache, TailView
 from cocktail.substitute import LowBitLinear
 
 if TYPE_CHECKING:
-    from cocktail.kernels.draft_layer_cpu import DraftLayer
+    from cocktail.kernels.few_rows_layer_cpu import FewRowsLayer
 
 # The parts of a decoder layer that the compiled code computes; q_norm and k_norm may be missing.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -78,8 +79,20 @@ def _linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return dense_linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """A layer's weights as compiled code reads them: for one row, if 16-bit, and for a few."""
+
+    row: LayerWeights[torch.Tensor] | None
+    few_rows: FewRowsLayer | None
+
+    def take(self, rows: int) -> bool:
+        """Whether there is code for so many rows."""
+        return (rows == 1 and self.row is not None) or self.few_rows is not None
+
+
 class _CompiledStep:
-    """A decoder layer's forward: compiled for one row at the tail, or a few of a draft, the layer's own otherwise.
+    """A decoder layer's forward: compiled for one row at the tail, or a few, the layer's own otherwise.
 
     `agrees` is None until the first such pass has run both ways, and again when the layer's parts have changed.
     """
@@ -89,8 +102,7 @@ class _CompiledStep:
         self._layer = layer
         self._parts = _parts(layer)
         self._drafts = isinstance(layer.mlp.down_proj, LowBitLinear)
-        self._rows = STEP_ROWS if self._drafts else (1,)
-        self._found: dict[tuple[Any, ...], LayerWeights[torch.Tensor] | DraftLayer | None] = {}
+        self._found: dict[tuple[Any, ...], _Weights | None] = {}
         self.agrees: bool | None = None
         self._gives_tuple = False
 
@@ -98,7 +110,7 @@ class _CompiledStep:
         rows = hidden_states.numel() // hidden_states.shape[-1]
         view = self._view(hidden_states, rows, kwargs)
         weights = None if view is None else self._weights(hidden_states)
-        if view is None or weights is None or self.agrees is False:
+        if view is None or weights is None or self.agrees is False or not weights.take(rows):
             return self._own(hidden_states, *args, **kwargs)
         slots = [tensor[:, view.stop - rows : view.stop] for tensor in (view.layer.key, view.layer.value)]
         output = self._step(weights, hidden_states, view, slots, kwargs["position_embeddings"])
@@ -116,14 +128,14 @@ class _CompiledStep:
     def _view(self, x: torch.Tensor, rows: int, kwargs: dict[str, Any]) -> TailView | None:
         """What the rows attend to, or None for a pass that is not one at the tail as the compiled code takes it."""
         cache, rotary = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("position_embeddings")
-        if rows not in self._rows or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
+        if not 1 <= rows <= FEW_ROWS or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
             return None
         is_whole = rotary[0].numel() == rows * self._layer.self_attn.head_dim
         if not is_whole or rotary[0].dtype != x.dtype or x.is_cuda or x.itemsize != 2:
             return None
         return cache.tail_view(self._layer.self_attn.layer_idx, rows)
 
-    def _weights(self, x: torch.Tensor) -> LayerWeights[torch.Tensor] | DraftLayer | None:
+    def _weights(self, x: torch.Tensor) -> _Weights | None:
         """The layer's weights where they are now, or None if only the layer itself does what is asked of it.
 
         Compiled code calls no module: one that was replaced, wrapped or hooked, dropout and gradients are the layer's.
@@ -157,19 +169,17 @@ class _CompiledStep:
             self._found[key] = self._find(x.dtype)
         return self._found[key]
 
-    def _find(self, dtype: torch.dtype) -> LayerWeights[torch.Tensor] | DraftLayer | None:
+    def _find(self, dtype: torch.dtype) -> _Weights | None:
         weights = layer_weights(self._layer)
         if weights is None or weights.norm[0].dtype != dtype:
             return None
-        if not self._drafts:
-            return weights
-        from cocktail.kernels.draft_layer_cpu import DraftLayer
+        from cocktail.kernels.few_rows_layer_cpu import FewRowsLayer, takes
 
-        return DraftLayer(weights)
+        return _Weights(None if self._drafts else weights, FewRowsLayer(weights) if takes(weights) else None)
 
     def _step(
         self,
-        weights: LayerWeights[torch.Tensor] | DraftLayer,
+        weights: _Weights,
         x: torch.Tensor,
         view: TailView,
         slots: Sequence[torch.Tensor],
@@ -178,13 +188,14 @@ class _CompiledStep:
         """The layer's output; keys and values go to their slots, [num_kv_heads, rows, head_dim]."""
         cos, sin = (table.contiguous() for table in rotary)
         scaling = self._layer.self_attn.scaling
-        if not isinstance(weights, LayerWeights):
-            query = weights.project(x, cos, sin, *slots)
-            return weights.finish(x, view.attend(query, scaling).transpose(0, 1).contiguous())
+        if weights.row is None or slots[0].shape[1] > 1:
+            assert weights.few_rows is not None
+            query = weights.few_rows.project(x, cos, sin, *slots)
+            return weights.few_rows.finish(x, view.attend(query, scaling).transpose(0, 1).contiguous())
         from cocktail.kernels.decoder_layer_cpu import finish, project
 
-        query = project(weights, x, cos, sin, *(slot[:, 0] for slot in slots))
-        return finish(weights, x, view.attend(query, scaling).contiguous())
+        query = project(weights.row, x, cos, sin, *(slot[:, 0] for slot in slots))
+        return finish(weights.row, x, view.attend(query, scaling).contiguous())
 
 
 def _parts(layer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -9,15 +9,19 @@ import hashlib
 import importlib.util
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cocktail.kernels.code_folder import CodeFolder
 from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
+
+if TYPE_CHECKING:
+    from cocktail.kernels.low_bit_weight import LowBitWeight
 
 NOT_INSTALLED = "numba is not installed"
 _folder: CodeFolder | None = None
@@ -154,21 +158,32 @@ def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
     project(one_head, row, row, row, row.clone(), row.clone())
     finish(one_head, row, row)
     dense_linear(row, square)
+    _warm_up_few_rows(head_dim, dtype, lambda rows, columns: torch.zeros((rows, columns), dtype=dtype))
 
 
 def _warm_up_draft(head_dim: int, dtype: torch.dtype, bits: int) -> None:
     """A substitute layer of one head, and its product as a module, which its first step is compared with."""
-    from cocktail.kernels.draft_layer_cpu import DraftLayer
-    from cocktail.kernels.layer_weights import LayerWeights
     from cocktail.kernels.low_bit_linear import low_bit_linear
     from cocktail.kernels.low_bit_weight import GROUP_SIZE, quantize_weight
 
+    def make(rows: int, columns: int) -> LowBitWeight:
+        return quantize_weight(torch.zeros((rows, columns)), bits)
+
+    _warm_up_few_rows(head_dim, dtype, make)
+    low_bit_linear(torch.zeros((1, GROUP_SIZE), dtype=dtype), make(GROUP_SIZE, GROUP_SIZE))
+
+
+def _warm_up_few_rows(head_dim: int, dtype: torch.dtype, make: Callable[[int, int], Any]) -> None:
+    """A few rows through a layer of one head; `make` gives a weight of a shape."""
+    from cocktail.kernels.few_rows_layer_cpu import FewRowsLayer
+    from cocktail.kernels.layer_weights import LayerWeights
+    from cocktail.kernels.low_bit_weight import GROUP_SIZE
+
     hidden = torch.zeros((max(STEP_ROWS), GROUP_SIZE), dtype=dtype)
-    norm, mlp = (hidden[0], 1.0), quantize_weight(torch.zeros((GROUP_SIZE, GROUP_SIZE)), bits)
-    q = quantize_weight(torch.zeros((head_dim, GROUP_SIZE)), bits), None
-    layer = DraftLayer(LayerWeights(norm, q, q, q, (mlp, None), None, None, norm, mlp, mlp, mlp, 1, 1, head_dim))
+    norm, mlp = (hidden[0], 1.0), make(GROUP_SIZE, GROUP_SIZE)
+    q = make(head_dim, GROUP_SIZE), None
+    layer = FewRowsLayer(LayerWeights(norm, q, q, q, (mlp, None), None, None, norm, mlp, mlp, mlp, 1, 1, head_dim))
     head = torch.zeros((1, max(STEP_ROWS), head_dim), dtype=dtype)
     for rows in STEP_ROWS:
         layer.project(hidden[:rows], head[0], head[0], head.clone()[:, :rows], head.clone()[:, :rows])
         layer.finish(hidden[:rows], hidden[:rows])
-    low_bit_linear(hidden[:1], mlp)

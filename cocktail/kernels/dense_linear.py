@@ -1,10 +1,12 @@
-"""Unquantized linear layers; one row of 16-bit values on a CPU has a kernel of its own."""
+"""Unquantized linear layers; one row of 16-bit values on a CPU has a kernel of its own, and so have a few."""
 
 from __future__ import annotations
 
 import torch
 
 from cocktail.kernels.compiled import cpu_kernels
+from cocktail.kernels.limits import FEW_ROWS
+from cocktail.kernels.low_bit_weight import GROUP_SIZE
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -25,7 +27,10 @@ def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """
     if _takes(x, weight, bias) and cpu_kernels():
         from cocktail.kernels.dense_linear_cpu import dense_linear_cpu
+        from cocktail.kernels.few_rows_layer_cpu import few_rows_linear
 
+        if x.numel() > x.shape[-1]:
+            return few_rows_linear(x, weight, bias)
         return dense_linear_cpu(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -33,8 +38,9 @@ def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernel does, which reads addresses; what does not fit is torch's to compute or to refuse."""
     # For more rows torch's matrix multiplication is faster.
-    is_row = x.dim() > 0 and 0 < x.numel() == x.shape[-1]
-    if not is_row or x.dtype not in DTYPES or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    rows = x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else 0
+    is_few = rows == 1 or (1 < rows <= FEW_ROWS and x.shape[-1] % GROUP_SIZE == 0)
+    if not is_few or x.dtype not in DTYPES or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return False
     if bias is not None and bias.shape != weight.shape[:1]:
         return False

@@ -6,6 +6,8 @@ from __future__ import annotations
 MAX_TILE_TOKENS, MIN_TILE_TOKENS, SCORE_BYTES = 2048, 256, 16_000_000
 # Rows of a draft step, which compiled code and CUDA graphs are made for.
 STEP_ROWS = (1, 2, 4, 8)
+# Rows of a pass up to which a CPU's compiled layers are faster than torch's products.
+FEW_ROWS = 16
 # Keys or values quantized at a time, and bytes that each of them takes meanwhile.
 QUANTIZE_VALUES, QUANTIZE_BYTES_PER_VALUE = 1 << 20, 20
 

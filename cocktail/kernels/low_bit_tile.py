@@ -1,6 +1,6 @@
-"""Tiles of a product with low-bit weights on a CPU, written as LLVM IR: a few outputs by up to eight rows.
+"""Tiles of a product with low-bit or 16-bit weights on a CPU, written as LLVM IR: a few outputs by up to eight rows.
 
-Codes are decoded in registers and multiplied there, in float32.
+Weights are decoded in registers and multiplied there, in float32.
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
@@ -26,6 +26,9 @@ SPAN = 32
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 SIZES, _STORED = (4, 2, 2), (_F32, _F16, _I16)
+# What stands for the number of bits of weights that are no codes.
+WHOLE_BITS = {torch.float16: 16, torch.bfloat16: 17}
+_WHOLE_KINDS = {bits: KINDS[dtype] for dtype, bits in WHOLE_BITS.items()}
 
 
 def _vector(kind: Any, lanes: int = LANES) -> Any:
@@ -86,6 +89,10 @@ def _codes(builder: Any, bits: int, address: Any) -> list[Any]:
 
 def _weights(builder: Any, bits: int, codes: Any, scale: Any, zero: Any) -> list[Any]:
     """The 64 weights of a group as four vectors of float32; arguments are addresses."""
+    if bits in _WHOLE_KINDS:
+        kind = _WHOLE_KINDS[bits]
+        starts = (builder.add(codes, _I64(quarter * LANES * SIZES[kind])) for quarter in range(4))
+        return [_load_numbers(builder, kind, start, LANES) for start in starts]
     scale, zero = _broadcast_half(builder, scale), _broadcast_half(builder, zero)
     vectors = _codes(builder, bits, codes)
     if HAS_PERMUTE:
@@ -124,10 +131,12 @@ def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
 def multiply_tile(typing_context, bits, rows, outputs, codes, scale, zero, groups, first, last, x, out):  # type: ignore[no-untyped-def]
     """out[o, r] = sum over inputs of weight[min(first + o, last)] * x[r], for `outputs` and `rows` known when compiled.
 
-    x is [groups, rows, 64] and out [outputs, rows], both float32; codes, scale, zero, x and out are addresses.
+    x is [groups, rows, 64] and out [outputs, rows], both float32; codes, scale, zero, x and out are addresses. Weights
+    that are no codes stand in their place, of `WHOLE_BITS` bits, and have neither scale nor zero.
     """
     signature = types.void(bits, rows, outputs, *[types.int64] * 8)
     bits, rows, outputs = bits.literal_value, rows.literal_value, outputs.literal_value
+    group_bytes = GROUP_SIZE * (16 if bits in _WHOLE_KINDS else bits) // 8
 
     def generate(context, builder, _, arguments):  # type: ignore[no-untyped-def]
         codes, scale, zero, groups, first, last, x, out = arguments[3:]
@@ -136,7 +145,7 @@ def multiply_tile(typing_context, bits, rows, outputs, codes, scale, zero, group
             row = builder.add(first, _I64(output))
             row = builder.select(builder.icmp_signed("<", row, last), row, last)
             group = builder.mul(row, groups)
-            sizes = ((codes, GROUP_SIZE * bits // 8), (scale, 2), (zero, 2))
+            sizes = ((codes, group_bytes), (scale, 2), (zero, 2))
             starts.append([builder.add(base, builder.mul(group, _I64(size))) for base, size in sizes])
         before, loop, after = builder.block, builder.append_basic_block("groups"), builder.append_basic_block("sums")
         builder.branch(loop)
@@ -146,7 +155,7 @@ def multiply_tile(typing_context, bits, rows, outputs, codes, scale, zero, group
         totals = [builder.phi(_vector(_F32)) for _ in range(outputs * rows)]
         for total in totals:
             total.add_incoming(_splat(_F32, 0.0), before)
-        steps = [builder.mul(group, _I64(size)) for size in (GROUP_SIZE * bits // 8, 2, 2)]
+        steps = [builder.mul(group, _I64(size)) for size in (group_bytes, 2, 2)]
         weights = [
             _weights(builder, bits, *(builder.add(*pair) for pair in zip(start, steps, strict=True)))
             for start in starts

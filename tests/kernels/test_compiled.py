@@ -255,9 +255,13 @@ print(code_folder().path)
         kept = Path(done.stdout.strip())
         assert kept.parent == folder / "kernels"
         assert {file.name.partition("-")[0] for file in files_in(kept)} == {
+            "cpu_threads._run",
             "decoder_layer_cpu.finish_row",
             "decoder_layer_cpu.project_row",
             "dense_linear_cpu.multiply",
+            "few_rows_layer_cpu.prepare_item",
+            "few_rows_layer_cpu.product_item",
+            "few_rows_layer_cpu.rotate_item",
         }
 
 

@@ -7,6 +7,7 @@ import torch
 
 from cocktail.kernels.dense_linear import dense_linear
 from cocktail.kernels.dense_linear_cpu import dense_linear_cpu
+from cocktail.kernels.few_rows_layer_cpu import few_rows_linear
 from tests.kernels.closeness import TOLERANCE, assert_close_rms
 
 
@@ -26,6 +27,22 @@ def test_dense_linear_cpu(shape: tuple[int, int], with_bias: bool, dtype: torch.
     actual = dense_linear_cpu(x, weight, bias if with_bias else None)
     assert actual.dtype == dtype
     assert_close_rms(actual, expected, TOLERANCE[dtype], "dense_linear_cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 128), (577, 576)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16])
+def test_few_rows(shape: tuple[int, int], rows: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(*shape, rows, dtype)
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+    actual = few_rows_linear(x, weight, bias if with_bias else None)
+    assert actual.dtype == dtype
+    assert_close_rms(actual, expected, TOLERANCE[dtype], "few_rows_linear")
+    assert torch.equal(
+        dense_linear(x, weight, bias),
+        few_rows_linear(x, weight, bias) if rows > 1 else dense_linear_cpu(x, weight, bias),
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])

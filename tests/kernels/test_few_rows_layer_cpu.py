@@ -1,9 +1,10 @@
-"""Steps of a layer of low-bit weights against the same operations in torch."""
+"""Steps of a layer of low-bit or 16-bit weights against the same operations in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ import torch.nn.functional as F
 
 pytest.importorskip("numba")
 
-from cocktail.kernels import draft_layer_cpu as module
-from cocktail.kernels.draft_layer_cpu import DraftLayer
+from cocktail.kernels import few_rows_layer_cpu as module
+from cocktail.kernels.few_rows_layer_cpu import FewRowsLayer, takes
 from cocktail.kernels.layer_weights import LayerWeights
 from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kernels.low_bit_linear_ref import low_bit_linear_ref
 from cocktail.kernels.low_bit_weight import WEIGHT_BITS, LowBitWeight, quantize_weight
 from tests.kernels.closeness import assert_close_rms
 
-Layer = LayerWeights[LowBitWeight]
+Layer = LayerWeights[Any]
+# No code but the run's own numbers.
+WHOLE = 16
+ROWS = (*STEP_ROWS, 3, 7, 11, 16)
 # Roundings between operations may fall on the other side.
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # Hidden size, feed-forward size, heads, KV heads, head size: also outputs that fill no span.
@@ -34,10 +38,11 @@ def random_layer(shape: str, bits: int, dtype: torch.dtype, extras: bool) -> Lay
     def row(size: int, around: float) -> torch.Tensor:
         return (around + 0.3 * torch.randn(size, generator=generator)).to(dtype)
 
-    def matrix(outputs: int, inputs: int) -> LowBitWeight:
-        return quantize_weight(torch.randn((outputs, inputs), generator=generator) * inputs**-0.5, bits)
+    def matrix(outputs: int, inputs: int) -> LowBitWeight | torch.Tensor:
+        weight = torch.randn((outputs, inputs), generator=generator) * inputs**-0.5
+        return weight.to(dtype) if bits == WHOLE else quantize_weight(weight, bits)
 
-    def linear(outputs: int, inputs: int) -> tuple[LowBitWeight, torch.Tensor | None]:
+    def linear(outputs: int, inputs: int) -> tuple[LowBitWeight | torch.Tensor, torch.Tensor | None]:
         return matrix(outputs, inputs), row(outputs, 0.0) if extras else None
 
     return LayerWeights(
@@ -63,8 +68,14 @@ def random_rows(layer: Layer, rows: int) -> tuple[torch.Tensor, torch.Tensor, to
     generator, dtype = torch.Generator().manual_seed(rows), layer.norm[0].dtype
     angles = torch.rand((rows, layer.head_dim // 2), generator=generator).repeat(1, 2) * 6
     x = 3 * torch.randn((rows, layer.norm[0].shape[0]), generator=generator)
-    attended = torch.randn((rows, layer.o[0].in_features), generator=generator)
+    attended = torch.randn((rows, layer.num_heads * layer.head_dim), generator=generator)
     return x.to(dtype), angles.cos().to(dtype), angles.sin().to(dtype), attended.to(dtype)
+
+
+def product(x: torch.Tensor, weight: LowBitWeight | torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight, bias)
+    return low_bit_linear_ref(x, weight, bias)
 
 
 def normed(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor:
@@ -83,17 +94,16 @@ def expected_heads(layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     """Queries, keys and values, [heads, rows, head_dim]."""
     a = normed(x, layer.norm)
     q, k, v = (
-        low_bit_linear_ref(a, *linear).view(len(x), -1, layer.head_dim).transpose(0, 1)
-        for linear in (layer.q, layer.k, layer.v)
+        product(a, *linear).view(len(x), -1, layer.head_dim).transpose(0, 1) for linear in (layer.q, layer.k, layer.v)
     )
     return [rotated(normed(q, layer.q_norm), cos, sin), rotated(normed(k, layer.k_norm), cos, sin), v]
 
 
 def expected_output(layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    y = x + low_bit_linear_ref(attended, *layer.o)
+    y = x + product(attended, *layer.o)
     b = normed(y, layer.mlp_norm)
-    opened = F.silu(low_bit_linear_ref(b, layer.gate)) * low_bit_linear_ref(b, layer.up)
-    return y + low_bit_linear_ref(opened, layer.down)
+    opened = F.silu(product(b, layer.gate)) * product(b, layer.up)
+    return y + product(opened, layer.down)
 
 
 @pytest.fixture(params=["one thread", "threads"])
@@ -108,12 +118,12 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("bits", WEIGHT_BITS)
+@pytest.mark.parametrize("bits", [*WEIGHT_BITS, WHOLE])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_are_those_of_torch(shape: str, bits: int, dtype: torch.dtype, extras: bool) -> None:
     layer = random_layer(shape, bits, dtype, extras)
-    compiled, tolerance = DraftLayer(layer), TOLERANCE[dtype]
-    for rows in STEP_ROWS:
+    compiled, tolerance = FewRowsLayer(layer), TOLERANCE[dtype]
+    for rows in ROWS:
         x, cos, sin, attended = random_rows(layer, rows)
         held = torch.zeros((2, layer.num_kv_heads, rows + 5, layer.head_dim), dtype=dtype)
         slots = held[:, :, 3 : 3 + rows]
@@ -127,9 +137,10 @@ def test_steps_are_those_of_torch(shape: str, bits: int, dtype: torch.dtype, ext
         assert_close_rms(compiled.finish(x, attended) - x, own - x, 2 * tolerance, f"output of {rows} rows")
 
 
-def test_a_row_is_the_same_beside_others() -> None:
-    layer = random_layer("gqa3", 4, torch.bfloat16, extras=True)
-    compiled = DraftLayer(layer)
+@pytest.mark.parametrize("bits", [4, WHOLE])
+def test_a_row_is_the_same_beside_others(bits: int) -> None:
+    layer = random_layer("gqa3", bits, torch.bfloat16, extras=True)
+    compiled = FewRowsLayer(layer)
     x, cos, sin, attended = random_rows(layer, 8)
     key, value = (torch.zeros((1, 8, 64), dtype=torch.bfloat16) for _ in range(2))
     query, output = compiled.project(x, cos, sin, key, value), compiled.finish(x, attended)
@@ -142,11 +153,12 @@ def test_a_row_is_the_same_beside_others() -> None:
         assert_close_rms(output[one], compiled.finish(x[one], attended[one]), 5e-3, f"output of row {row}")
 
 
+@pytest.mark.parametrize("bits", [3, WHOLE])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", STEP_ROWS)
-def test_nan_in_one_row_is_nan_there_and_nowhere_else(rows: int, dtype: torch.dtype) -> None:
-    layer = random_layer("gqa3", 3, dtype, extras=True)
-    compiled = DraftLayer(layer)
+@pytest.mark.parametrize("rows", ROWS)
+def test_nan_in_one_row_is_nan_there_and_nowhere_else(rows: int, dtype: torch.dtype, bits: int) -> None:
+    layer = random_layer("gqa3", bits, dtype, extras=True)
+    compiled = FewRowsLayer(layer)
     x, cos, sin, attended = random_rows(layer, rows)
     key, value = (torch.zeros((1, rows, 64), dtype=dtype) for _ in range(2))
     bad = rows - 1
@@ -165,10 +177,17 @@ def test_nan_in_one_row_is_nan_there_and_nowhere_else(rows: int, dtype: torch.dt
 
 def test_nothing_of_a_pass_stays_behind() -> None:
     first, second = (random_layer(shape, 2, torch.bfloat16, extras=False) for shape in ("gqa3", "mha80"))
-    layers = [(layer, DraftLayer(layer), random_rows(layer, 2)) for layer in (first, second)]
+    assert all(takes(layer) for layer in (first, second))
+    layers = [(layer, FewRowsLayer(layer), random_rows(layer, 2)) for layer in (first, second)]
     before = [compiled.finish(rows[0], rows[3]) for _, compiled, rows in layers]
     for (layer, compiled, (x, _, _, attended)), own in zip(layers, before, strict=True):
         moved = replace(layer, mlp_norm=(2 * layer.mlp_norm[0], layer.mlp_norm[1]))
-        assert not torch.equal(DraftLayer(moved).finish(x, attended), own)
+        assert not torch.equal(FewRowsLayer(moved).finish(x, attended), own)
         assert not torch.equal(compiled.finish(2 * x, attended), own)
         assert torch.equal(compiled.finish(x, attended), own)
+
+
+def test_a_layer_whose_inputs_are_no_whole_groups_is_not_taken() -> None:
+    layer = random_layer("gqa3", WHOLE, torch.bfloat16, extras=False)
+    assert takes(layer)
+    assert not takes(replace(layer, down=torch.zeros((192, 322), dtype=torch.bfloat16)))

@@ -1,4 +1,6 @@
-"""A few rows through a decoder layer of low-bit weights on a CPU, but for its attention: what a draft step runs.
+"""A few rows through a decoder layer of low-bit or 16-bit weights on a CPU, but for its attention.
+
+Draft steps run it, passes that verify few tokens, and those of questions that are decoded together.
 
     a = norm(x),  q, k, v = rotated(a Wq^T), rotated(a Wk^T), a Wv^T
     y = x + attended Wo^T,  b = norm(y),  out = y + (silu(b G^T) * (b U^T)) D^T
@@ -9,8 +11,9 @@ is rounded to the dtype. Products are spread over threads; what lies between the
 
 # No `from __future__ import annotations`: numba reads the functions below.
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,10 +25,9 @@ from cocktail.kernels.decoder_layer_cpu import normalize, rotate, rounded, silu
 from cocktail.kernels.dense_linear_cpu import KINDS, load, store, widen
 from cocktail.kernels.kept_code import kept_cfunc
 from cocktail.kernels.layer_weights import LayerWeights
-from cocktail.kernels.low_bit_tile import SPAN, TILE_OUTPUTS, multiply_tile
+from cocktail.kernels.low_bit_tile import SPAN, TILE_OUTPUTS, WHOLE_BITS, multiply_tile
 from cocktail.kernels.low_bit_weight import GROUP_SIZE, LowBitWeight
 
-# Rows of a pass that there is code for.
 # Up to so many products of a step one thread is done before others have begun.
 SERIAL_PRODUCTS = 1 << 17
 
@@ -60,10 +62,13 @@ SERIAL_PRODUCTS = 1 << 17
 CODES, SCALE, ZERO, BIAS, GROUPS, OUTPUTS, SPANS, FIRST = range(8)
 RECORD, MOST_MATRICES = 8, 3
 STEP_SIZE = MATRICES + RECORD * MOST_MATRICES
-# What the outputs of a product become: numbers; inputs of the next product (of gate and up); the layer's output.
-NUMBERS, OPENED, LAYER_OUTPUT = range(3)
+# What the outputs of a product become: numbers; inputs of the next product (of gate and up); an output in the run's
+# dtype, plus `MIDDLE` where there is one.
+NUMBERS, OPENED, OUTPUT = range(3)
+_ZERO = np.float32(0.0)
 # Numbers of a step by column; those that each pass gives stand there by name.
 Numbers = dict[int, int | str]
+Weight: TypeAlias = LowBitWeight | torch.Tensor
 
 
 @njit
@@ -128,14 +133,15 @@ def _rotate_item() -> Any:
 
 # Cells of the closures are plain numbers: numba looks compiled code up on disk by them.
 @cache
-def _product_item(bits: int, rows: int) -> Any:
-    """The compiled product of SPAN outputs of one matrix, or of two that are opened into one, with so many rows."""
-    tile_rows = _tile_rows(rows)
-    outputs, tiles = TILE_OUTPUTS[tile_rows], rows // tile_rows
+def _product_item(bits: int, tile_rows: int) -> Any:
+    """The compiled product of SPAN outputs of one matrix, or of two that are opened into one, with tiles of rows."""
+    outputs = TILE_OUTPUTS[tile_rows]
 
     @kept_cfunc(ITEM, fastmath=True)
     def product_item(p: Any, item: Any) -> None:
         kind, result, width = load_i64(p, KIND), load_i64(p, RESULT), load_i64(p, SIZE)
+        rows = load_i64(p, ROWS_IN_PASS)
+        tiles = (rows + tile_rows - 1) // tile_rows
         matrix, span = p + 8 * MATRICES, item
         while result != OPENED and span >= load_i64(matrix, SPANS):
             span -= load_i64(matrix, SPANS)
@@ -166,14 +172,39 @@ def _product_item(bits: int, rows: int) -> Any:
                 elif result == NUMBERS:
                     store_f32(out, row * width + place + o, total)
                 else:
-                    store(kind, out, row * width + o, load_f32(load_i64(p, MIDDLE), row * width + o) + total)
+                    middle = load_i64(p, MIDDLE)
+                    added = load_f32(middle, row * width + o) if middle else _ZERO
+                    store(kind, out, row * width + o, added + total)
 
     return product_item
 
 
 def _tile_rows(rows: int) -> int:
-    """Rows of a pass that one tile takes."""
-    return min(rows, max(TILE_OUTPUTS))
+    """Rows of a tile of a pass of so many; the last tile may have rows that are nobody's."""
+    return min((size for size in TILE_OUTPUTS if size >= rows), default=max(TILE_OUTPUTS))
+
+
+def _padded(rows: int) -> int:
+    """Rows of all tiles of a pass."""
+    return -(-rows // _tile_rows(rows)) * _tile_rows(rows)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """What a product reads of a weight: its numbers or codes, and scales and zeros or None."""
+
+    bits: int
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def of(cls, weight: LowBitWeight | torch.Tensor) -> "_Matrix":
+        if isinstance(weight, torch.Tensor):
+            return cls(WHOLE_BITS[weight.dtype], weight, None, None, *weight.shape)
+        return cls(weight.bits, weight.codes, weight.scale, weight.zero, weight.out_features, weight.in_features)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -207,20 +238,21 @@ class _Steps:
         self._table.append((item.address, items, 8 * start, int(self._rows * products > SERIAL_PRODUCTS)))
         self._numbers.append(row)
 
-    def add_product(self, matrices: Sequence[tuple[LowBitWeight, torch.Tensor | None]], numbers: Numbers) -> None:
-        """Adds the product of matrices that have the same inputs."""
+    def add_product(self, weights: Sequence[tuple[Weight, torch.Tensor | None]], numbers: Numbers) -> None:
+        """Adds the product of matrices that have the same inputs, and their biases."""
         numbers, first, items, products = dict(numbers), 0, 0, 0
+        matrices = [(_Matrix.of(weight), bias) for weight, bias in weights]
         for index, (weight, bias) in enumerate(matrices):
             tensors = [_address(tensor) for tensor in (weight.codes, weight.scale, weight.zero, bias)]
             spans = -(-weight.out_features // SPAN)
-            record = (*tensors, weight.codes.shape[1], weight.out_features, spans, first)
+            record = (*tensors, weight.in_features // GROUP_SIZE, weight.out_features, spans, first)
             numbers |= {MATRICES + RECORD * index + column: number for column, number in enumerate(record)}
             first += weight.out_features
             items += spans
             products += weight.out_features * weight.in_features
         if numbers[RESULT] == OPENED:
             items //= 2
-        item = _product_item(matrices[0][0].bits, self._rows)
+        item = _product_item(matrices[0][0].bits, _tile_rows(self._rows))
         self.add(item, items, {SIZE: first, **numbers}, products=products)
 
     def done(self) -> None:
@@ -229,18 +261,48 @@ class _Steps:
 
     def run(self, given: Mapping[str, int]) -> None:
         numbers = self._template.copy()
-        numbers[self._where] = [given[name] for name in self._names]
+        if self._names:
+            numbers[self._where] = [given[name] for name in self._names]
         run_steps(self._steps, numbers)
 
 
-class DraftLayer:
-    """A decoder layer that runs passes of `STEP_ROWS` rows.
+def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch.nn.functional.linear for a few rows of 16-bit values.
 
     Args:
-        weights: matrices of one number of bits; they stay where they are.
+        x: [..., in_features], contiguous, float16 or bfloat16; in_features a multiple of 64.
+        weight: [out_features, in_features], contiguous, the dtype of `x`.
+        bias: [out_features], contiguous, or None.
+
+    Returns:
+        [..., out_features], the dtype of `x`.
+    """
+    out_features, in_features = weight.shape
+    rows, out = x.numel() // in_features, x.new_empty((*x.shape[:-1], out_features))
+    scratch = torch.empty(_padded(rows) * in_features, dtype=torch.float32)
+    steps = _Steps(rows, KINDS[x.dtype])
+    prepared: Numbers = {X: x.data_ptr(), SIZE: in_features, INPUTS: scratch.data_ptr()}
+    steps.add(_prepare_item(), rows, prepared)
+    steps.add_product([(weight, bias)], {INPUTS: scratch.data_ptr(), RESULT: OUTPUT, OUT: out.data_ptr()})
+    steps.done()
+    steps.run({})
+    return out
+
+
+def takes(weights: LayerWeights[LowBitWeight] | LayerWeights[torch.Tensor]) -> bool:
+    """Whether a layer's inputs are whole groups."""
+    matrices = (weights.q[0], weights.o[0], weights.gate, weights.down)
+    return all(_Matrix.of(matrix).in_features % GROUP_SIZE == 0 for matrix in matrices)
+
+
+class FewRowsLayer:
+    """A decoder layer that runs passes of a few rows.
+
+    Args:
+        weights: matrices of one number of bits, whose inputs are a multiple of 64; they stay where they are.
     """
 
-    def __init__(self, weights: LayerWeights[LowBitWeight]) -> None:
+    def __init__(self, weights: LayerWeights[LowBitWeight] | LayerWeights[torch.Tensor]) -> None:
         self._weights = weights
         self._passes: dict[int, tuple[_Steps, _Steps]] = {}
 
@@ -260,7 +322,9 @@ class DraftLayer:
         held, rows = self._weights, key.shape[1]
         query = x.new_empty((held.num_heads, rows, held.head_dim))
         width = (held.num_heads + 2 * held.num_kv_heads) * held.head_dim
-        scratch = torch.empty(rows * (x.shape[-1] + width), dtype=torch.float32)
+        # Rows that are nobody's are multiplied too.
+        inputs = _padded(rows) * x.shape[-1]
+        scratch = torch.empty(inputs + rows * width, dtype=torch.float32)
         self._of(rows)[0].run(
             {
                 "x": x.data_ptr(),
@@ -272,7 +336,7 @@ class DraftLayer:
                 "value head": value.stride(0),
                 "query": query.data_ptr(),
                 "inputs": scratch.data_ptr(),
-                "found": scratch.data_ptr() + 4 * rows * x.shape[-1],
+                "found": scratch.data_ptr() + 4 * inputs,
             }
         )
         return query
@@ -289,9 +353,10 @@ class DraftLayer:
         """
         out, hidden = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // hidden
-        sizes = (self._weights.o[0].in_features, hidden, self._weights.down.in_features, hidden, hidden)
-        scratch = torch.empty(rows * sum(sizes), dtype=torch.float32)
-        starts = [scratch.data_ptr() + 4 * rows * sum(sizes[:index]) for index in range(len(sizes))]
+        padded, inner = _padded(rows), _Matrix.of(self._weights.down).in_features
+        sizes = [padded * attended.numel() // rows, padded * hidden, padded * inner, rows * hidden, rows * hidden]
+        scratch = torch.empty(sum(sizes), dtype=torch.float32)
+        starts = [scratch.data_ptr() + 4 * sum(sizes[:index]) for index in range(len(sizes))]
         names = ("attended inputs", "inputs", "opened", "found", "middle")
         given = dict(zip(names, starts, strict=True))
         self._of(rows)[1].run({"x": x.data_ptr(), "attended": attended.data_ptr(), "out": out.data_ptr(), **given})
@@ -333,7 +398,7 @@ class DraftLayer:
         held = self._weights
         steps = _Steps(rows, KINDS[held.norm[0].dtype])
         norm, eps = held.mlp_norm
-        hidden, attended_size = norm.shape[0], held.o[0].in_features
+        hidden, attended_size = norm.shape[0], _Matrix.of(held.o[0]).in_features
         steps.add(_prepare_item(), rows, {X: "attended", SIZE: attended_size, INPUTS: "attended inputs"})
         steps.add_product([held.o], {INPUTS: "attended inputs", RESULT: NUMBERS, OUT: "found"})
         middle: Numbers = {
@@ -345,9 +410,9 @@ class DraftLayer:
             INPUTS: "inputs",
         }
         steps.add(_prepare_item(), rows, middle, eps)
-        inner = held.down.in_features
+        inner = _Matrix.of(held.down).in_features
         opened: Numbers = {INPUTS: "inputs", RESULT: OPENED, OUT: "opened", SIZE: inner}
         steps.add_product([(held.gate, None), (held.up, None)], opened)
-        steps.add_product([(held.down, None)], {INPUTS: "opened", RESULT: LAYER_OUTPUT, MIDDLE: "middle", OUT: "out"})
+        steps.add_product([(held.down, None)], {INPUTS: "opened", RESULT: OUTPUT, MIDDLE: "middle", OUT: "out"})
         steps.done()
         return steps
