@@ -1,7 +1,7 @@
 """Drafts: where the nodes of a tree come from.
 
 A model's draft grows the tree best first: in every step it runs the nodes that are worth most and adds their likeliest
-children, as long as a further step is expected to raise the tokens a second of the round.
+children, as long as further steps are expected to raise the tokens a second of the round.
 """
 
 from __future__ import annotations

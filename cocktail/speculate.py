@@ -224,12 +224,11 @@ class Speculator:
         order = sorted(range(len(tree)), key=lambda index: -tree[index].worth)
         if self._limits.steps is not None:
             return tree.pruned(order[:nodes]), steps
-        size, rate = best_size([tree[index].worth for index in order[:nodes]], spent, self._verify)
+        # What was spent is spent; but a tree that does not make up for it is no reason to draft the next one.
+        size, _ = best_size([tree[index].worth for index in order[:nodes]], spent, self._verify)
         if self._limits.always:
             return tree.pruned(order[: max(size, 2)]), steps
-        # What was spent is spent; but a tree that does not make up for it is no reason to draft the next one.
-        pays = rate > 1 / self._verify(1) or self._may_lose(0.0)
-        return tree.pruned(order[:size]) if size > 1 and (pays or steps) else DraftTree(token), steps
+        return tree.pruned(order[:size]) if size > 1 else DraftTree(token), steps
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Notes what was committed, for a draft that has a cache of its own."""

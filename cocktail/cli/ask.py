@@ -143,8 +143,7 @@ def check_words(ctx: typer.Context, document: str, question: str | None) -> None
         if word is not None and os.path.isfile(word):
             raise UsageError(
                 f"{ctx.info_name} takes one document; {word} is a file.",
-                "The document comes first, then the question in quotes; several documents are not supported in this "
-                "version.",
+                "The document comes first, then the question in quotes; `cocktail batch` takes many documents.",
             )
     if ctx.args:
         raise UsageError(

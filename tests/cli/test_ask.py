@@ -149,7 +149,7 @@ def test_a_second_document_is_no_question(cocktail: Run, command: str, words: tu
     result = cocktail(command, "a.txt", *words)
     assert (result.code, result.out) == (2, "")
     assert f"{command} takes one document; b.txt is a file." in result.err
-    assert "several documents are not supported in this version" in result.err
+    assert "`cocktail batch` takes many documents" in result.err
 
 
 def test_text_of_the_command_line_is_utf8_whatever_the_locale(spawn: Spawn) -> None:

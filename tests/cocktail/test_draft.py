@@ -210,7 +210,7 @@ def test_a_continuation_is_drafted_as_long_as_it_is_worth_a_row() -> None:
 def test_the_end_of_what_a_model_drafted_is_continued_too() -> None:
     tree = DraftTree(2)
     leaf = tree.add(tree.add(0, 10, 0.9, SELF, (SELF, 0)), 11, 0.9, SELF, (SELF, 0))
-    index = NgramIndex([10, 11, 12, 13, 14, 99, 2])
+    index = NgramIndex([10, 11, 12, 13, 14, 99, 2, 50, 99, 2])
     NgramDraft(index, Calibration()).extend(tree, 4, 64)
     assert [tree[node].token for node in tree.path(len(tree) - 1)] == [2, 10, 11, 12, 13]
     assert tree[leaf].children == {12: 3}

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cocktail.draft_tree import NGRAM
 from cocktail.drafting import draft_limits
 from cocktail.sampling import Sampler
-from cocktail.speculate import Speculator
+from cocktail.speculate import MAX_NODES, Limits, Speculator
 from tests.cocktail.speculating import Clock, Scripted, empty_cache, speculator
 
 COUNT = 600
@@ -67,6 +68,7 @@ def answer(
     sure: float | Sequence[float] = 0.9,
     count: int = COUNT,
     own_cache: bool = False,
+    slots: int | None = None,
     drafts: bool = True,
     streamed: bool = True,
     **options: Any,
@@ -77,6 +79,7 @@ def answer(
         right: share of positions whose token the draft knows; or some tokens, and the share in each part.
         sure: the probability that the draft gives, be it right or wrong.
         own_cache: whether it is a model of its own.
+        slots: of the target's cache; None: as many as any tree needs.
         drafts: whether a model drafts at all.
     """
     rng, text = np.random.default_rng(1), np.array(random_text(count))
@@ -88,7 +91,7 @@ def answer(
     notes: list[str] = []
     spec = speculator(
         Scripted(text.tolist()),
-        empty_cache(count),
+        empty_cache(count if slots is None else slots - MAX_NODES),
         Sampler(),
         draft=Scripted(((text + wrong) % Scripted.VOCAB_SIZE).tolist(), sure) if drafts else None,
         draft_cache=empty_cache(count) if own_cache else None,
@@ -127,6 +130,10 @@ def test_a_draft_that_is_always_right_is_used_and_gains(own_cache: bool) -> None
     assert counts.rounds < 50
     assert run.ratio < 0.7
     assert counts.saved_seconds == pytest.approx(run.plain_seconds - run.clock.now)
+    in_all = counts.draft_seconds + counts.verify_seconds + counts.plain_seconds
+    assert in_all == pytest.approx(run.clock.now)
+    # A plain pass takes two steps.
+    assert run.spec.memory_bound_speedup == pytest.approx(counts.memory_bound_speedup(2.0))
     assert run.notes == []
 
 
@@ -275,12 +282,36 @@ def test_steps_that_bring_nothing_to_verify_are_counted_and_given_up() -> None:
     assert run.ratio <= 1 + WASTED
 
 
+def test_trees_shrink_to_the_slots_that_are_left() -> None:
+    # After every two tokens three others have followed, which are branches of one tree.
+    text, known = random_text(60), list[int]()
+    for pair in itertools.pairwise(text):
+        for other in (1, 2, 3):
+            known += [*pair, (pair[0] + other) % Scripted.VOCAB_SIZE, other]
+    # The last token is in no slot.
+    limits = Limits(always=True, min_gain=None)
+    run = answer(Clock(verify=seconds(0.01, 0.0101)), drafts=False, ngram=known, count=60, slots=59, limits=limits)
+    assert run.spec.counts.drafted > 3 * run.spec.counts.rounds > 0
+    assert run.drafted[-1] > 50
+    assert run.spec.cache.tail_len == run.spec.cache.tail_capacity == 59
+
+
+def test_n_grams_go_on_where_what_a_model_drafted_leads_to_them() -> None:
+    # What stood before begins behind the root, and is reached by four steps; four tokens of it are worth a row.
+    known = random_text(60)[4:40]
+    run = answer(half_waiting(), ngram=known, count=60, limits=Limits(steps=4, min_gain=None))
+    assert run.drafted[:2] == [2, 2 + 4 + 4 + 1]
+    assert run.spec.counts.by_source[NGRAM][1] >= 4
+
+
 def test_every_step_of_a_round_that_is_dropped_counts() -> None:
     # A step that is sure, and one that is not: so there is not enough to verify where that takes long.
     clock = Clock(draft=0.005, verify=seconds(0.005, 0.035), waits=0.005)
     run = answer(clock, sure=[0.9, 0.1] * (COUNT // 2) + [0.9])
     assert max(run.dropped) > 1
     assert run.spec.counts.dropped_steps == sum(run.dropped)
+    # They are rounds that lost time, and so a reason to pause.
+    assert run.spec.why_paused is not None
     assert run.spec.counts.rounds > 0
 
 
