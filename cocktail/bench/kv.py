@@ -74,7 +74,7 @@ def bench_kv(request: Request, benchmark: KvBenchmark, config: Config, reporter:
     folder = whole.folder
     tokens = choose_tokens(whole, benchmark.tokens)
     workload = Workload(stretch(whole, tokens), config)
-    gguf = benchmark.gguf or _gguf_of(folder)
+    gguf = benchmark.gguf or gguf_of(folder)
     if gguf is not None and {*LLAMA_CPP, *LLAMA_CPP_GGUF} & {*benchmark.variants}:
         check_same_model(gguf, whole.hf_config)
     device, dtype = resolve_device_dtype(config, whole.hf_config)
@@ -127,7 +127,7 @@ class _Bench:
                 row.reason = error.message
             # Other programs' packages raise anything; the rest of the variants can still be measured.
             except Exception as error:
-                row.reason = _reason(error)
+                row.reason = reason_of(error)
             else:
                 row.weight_type, row.weight_bytes = variant.weight_type, variant.weight_bytes
                 ready.append((row, variant))
@@ -143,7 +143,7 @@ class _Bench:
                     with PeakMemory(self.device) as memory:
                         run = variant.run(setting)
                 except Exception as error:
-                    row.reason = _reason(error)
+                    row.reason = reason_of(error)
                     return
                 loaded = variant.weight_bytes if variant.loads_weights else 0
                 row.add(setting, run, max(0, memory.growth_bytes - loaded))
@@ -183,13 +183,14 @@ class _Bench:
         self.workload.job("fp16", SilentReporter())
 
 
-def _gguf_of(folder: ModelFolder) -> Path | None:
+def gguf_of(folder: ModelFolder) -> Path | None:
     """The .gguf file that a model was converted from, if it was named with -m."""
     file = Path(folder.source.removeprefix(_GGUF_SOURCE))
     return file if folder.source.startswith(_GGUF_SOURCE) and file.is_file() else None
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a variant could not run, on one line."""
     if is_out_of_memory(error):
         return "out of memory"
     line = str(error).strip().split("\n")[0]

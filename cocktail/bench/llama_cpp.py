@@ -108,17 +108,7 @@ class LlamaCppVariant:
 
     def _complete(self, setting: LlamaSetting) -> dict[str, Any]:
         library = self._library
-        params = library.CommonParams()
-        params.model.path = str(self._file)
-        params.n_ctx = self._cells
-        params.n_batch, params.n_ubatch = max(2048, setting.micro_batch), setting.micro_batch
-        params.n_parallel, params.warmup, params.verbosity, params.fit_params = 1, True, -1, False
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._threads
-        flash = "ENABLED" if setting.flash_attention else "DISABLED"
-        params.flash_attn_type = getattr(library.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
-        kv_type = getattr(library.ggml_type, f"GGML_TYPE_{setting.kv_type.upper()}")
-        params.cache_type_k = params.cache_type_v = kv_type
-        server = library.Server(params)
+        server = library.Server(server_parameters(library, self._file, self._cells, setting, self._threads))
         request = {
             "prompt": self._prompt,
             "n_predict": self._generated,
@@ -129,6 +119,29 @@ class LlamaCppVariant:
         }
         timings: dict[str, Any] = server.handle_completions(request)["timings"]
         return timings
+
+
+def server_parameters(library: Any, file: Path, cells: int, setting: LlamaSetting, threads: int) -> Any:
+    """What a server is made with.
+
+    Args:
+        library: xllamacpp.
+        file: the weights.
+        cells: tokens that its cache has room for.
+        setting: how it runs.
+        threads: of prefill and decoding.
+    """
+    params = library.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx = cells
+    params.n_batch, params.n_ubatch = max(2048, setting.micro_batch), setting.micro_batch
+    params.n_parallel, params.warmup, params.verbosity, params.fit_params = 1, True, -1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    flash = "ENABLED" if setting.flash_attention else "DISABLED"
+    params.flash_attn_type = getattr(library.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+    kv_type = getattr(library.ggml_type, f"GGML_TYPE_{setting.kv_type.upper()}")
+    params.cache_type_k = params.cache_type_v = kv_type
+    return params
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from cocktail.bench.variant import FAMILIES, VARIANTS, select_variants
 from cocktail.cli import bench_command, options
 from cocktail.cli.bench_command import BENCHMARK, QUESTION, Rendering, Result, measuring, read_config, run_benchmark
 from cocktail.cli.bench_draft import bench_draft
+from cocktail.cli.bench_e2e import bench_e2e
 from cocktail.cli.bench_offload import bench_offload
 from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.errors import UsageError
@@ -114,4 +115,5 @@ def _rendering() -> Rendering:
 
 
 bench_app.command("draft", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_draft)
+bench_app.command("e2e", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_e2e)
 bench_app.command("offload", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_offload)
