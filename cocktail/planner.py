@@ -231,6 +231,7 @@ class Planner:
         )
         limit = format_bytes(limit_bytes, math.floor)
         drop = "" if self._draft is None else "leave out --draft-model, "
+        drop += "lower --history, " if lengths.history else ""
         if not self._has_budget:
             return BudgetError(
                 f"The run needs {needed} ({listed}); this machine has {limit} free.",

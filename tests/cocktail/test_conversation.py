@@ -77,6 +77,7 @@ def least_budget(path: Path, config: Config) -> int:
     """The smallest budget that a chat runs in."""
     with pytest.raises(BudgetError) as caught, chat(path, replace(config, vram_bytes=1000)) as talk:
         talk.ask(QUESTIONS[0])
+    assert "lower --history" in (caught.value.hint or "")
     hint = (caught.value.hint or "").split("--vram ")[1].split(" ")[0]
     return int(float(hint[:-2]) * {"kB": 1e3, "MB": 1e6}[hint[-2:]])
 
