@@ -22,9 +22,10 @@ from cocktail.answer import (
 )
 from cocktail.citation import cite
 from cocktail.config import Config
-from cocktail.decode import Generation, generate
+from cocktail.decode import generate
 from cocktail.draft_model import prefill_draft
 from cocktail.drafting import make_speculator, speculation_stats
+from cocktail.generation import Generation
 from cocktail.job import Job
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel

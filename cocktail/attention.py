@@ -6,10 +6,9 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from cocktail.errors import ModelError
-from cocktail.kv_cache import MixedKVCache
 
 NAME = "cocktail"
 
@@ -26,7 +25,7 @@ def cocktail_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention through the view that `MixedKVCache.update` returned in place of keys.
+    """Attention through the view that the cache's `update` returned in place of keys.
 
     Args:
         query: [1, num_heads, rows, head_dim], run dtype, after RoPE.
@@ -64,7 +63,7 @@ def forward_logits(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    cache: MixedKVCache,
+    cache: Cache,
     logits_to_keep: int,
 ) -> torch.Tensor:
     """One forward pass over the cache's current pass.

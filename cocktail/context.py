@@ -89,7 +89,7 @@ def planned_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, ta
     Args:
         itemsize: bytes of one value of the run's dtype.
     """
-    return _unquantized_bytes(geometry, layout, tail_capacity, itemsize) + segment_bytes(
+    return unquantized_bytes(geometry, layout, tail_capacity, itemsize) + segment_bytes(
         geometry, layout, plan, itemsize
     )
 
@@ -100,10 +100,10 @@ def reserved_bytes(
     """What such a cache takes of memory: `planned_bytes`, what lies between its segments, and their tables."""
     table = 8 * COLUMNS * _most_segments(layout, plan)
     arena = arena_bytes(geometry, layout, plan, itemsize)
-    return _unquantized_bytes(geometry, layout, tail_capacity, itemsize) + arena + _num_segmented(geometry) * table
+    return unquantized_bytes(geometry, layout, tail_capacity, itemsize) + arena + _num_segmented(geometry) * table
 
 
-def _unquantized_bytes(geometry: KVGeometry, layout: ContextLayout, tail_capacity: int, itemsize: int) -> int:
+def unquantized_bytes(geometry: KVGeometry, layout: ContextLayout, tail_capacity: int, itemsize: int) -> int:
     """Bytes of tails and of what sliding windows keep."""
     row = 2 * geometry.num_kv_heads * geometry.head_dim * itemsize
     kept = (0 if window is None else min(window, layout.context_len) for window in geometry.windows)
@@ -128,21 +128,25 @@ def _most_segments(layout: ContextLayout, plan: BitPlan, reorder: bool = True) -
 
 def segment_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, itemsize: int) -> int:
     """Bytes of all layers' segments, scales included; sliding-window layers have none."""
-    head_dim, group, chunk = geometry.head_dim, value_group_size(geometry.head_dim), layout.chunk_size
-    unquantized, total = chunk * head_dim * itemsize, 0
+    head_dim, chunk, total = geometry.head_dim, layout.chunk_size, 0
     for index, window in enumerate(geometry.windows):
         if window is not None:
             continue
-        k_bits, v_bits = (bits.astype(np.int64) for bits in plan.layer(index))
-        # FP8 codes have a scale and no zero.
-        k_coded = chunk * (head_dim * _stored(k_bits) // 8) + np.where(k_bits == FP8, 2, 4) * head_dim
-        v_scales = np.where(v_bits == FP8, 2, 4) * (head_dim // group)
-        v_coded = chunk * (head_dim * _stored(v_bits) // 8 + v_scales)
-        chunks = np.where(k_bits == UNQUANTIZED, unquantized, k_coded)
-        chunks += np.where(v_bits == UNQUANTIZED, unquantized, v_coded)
         outside = layout.context_len - layout.num_chunks * chunk
+        chunks = block_bytes(head_dim, chunk, *plan.layer(index), itemsize)
         total += int(chunks.sum()) + 2 * outside * head_dim * itemsize
     return total * geometry.num_kv_heads
+
+
+def block_bytes(head_dim: int, tokens: int, k_bits: np.ndarray, v_bits: np.ndarray, itemsize: int) -> np.ndarray:
+    """Bytes of one KV head's keys and values of a chunk, scales included, for each pair of bits; [n], int64."""
+    k_bits, v_bits = k_bits.astype(np.int64), v_bits.astype(np.int64)
+    unquantized, groups = tokens * head_dim * itemsize, head_dim // value_group_size(head_dim)
+    # FP8 codes have a scale and no zero.
+    k_coded = tokens * (head_dim * _stored(k_bits) // 8) + np.where(k_bits == FP8, 2, 4) * head_dim
+    v_coded = tokens * (head_dim * _stored(v_bits) // 8 + np.where(v_bits == FP8, 2, 4) * groups)
+    keys = np.where(k_bits == UNQUANTIZED, unquantized, k_coded)
+    return np.asarray(keys + np.where(v_bits == UNQUANTIZED, unquantized, v_coded))
 
 
 def _stored(bits: np.ndarray) -> np.ndarray:

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from cocktail.decode_step import DecodeStep
+from cocktail.generation import Generation, GenerationStream
 from cocktail.interrupts import check_interrupt
 from cocktail.kv_cache import MixedKVCache
 from cocktail.sampling import Sampler
 from cocktail.speculate import Speculator
-from cocktail.text_stream import Detokenizer, ReasoningSplitter, StopMatcher
-
-
-@dataclass
-class Generation:
-    """What was generated. `finish_reason` is "stop", "length" or "interrupted"; `steps` says how steps ran."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    reasoning: str = ""
-    finish_reason: str = "length"
-    steps: str = ""
 
 
 @torch.inference_mode()
@@ -63,51 +51,33 @@ def generate(
         on_reasoning: receives text between reasoning marks.
         on_token: called after every token.
     """
-    result = Generation()
+    stream = GenerationStream(
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        stop=stop,
+        max_tokens=max_tokens,
+        in_reasoning=in_reasoning,
+        on_text=on_text,
+        on_reasoning=on_reasoning,
+        on_token=on_token,
+    )
     step = DecodeStep(model, cache, why_eager) if speculator is None else speculator.step
     if max_tokens > 1:
         step.prepare()
-    detokenizer, matcher = Detokenizer(tokenizer), StopMatcher(stop)
-
-    def answer(piece: str) -> None:
-        piece = piece if result.text else piece.lstrip()
-        if piece:
-            result.text += piece
-            on_text(piece)
-
-    def reason(piece: str) -> None:
-        result.reasoning += piece
-        on_reasoning(piece)
-
-    splitter = ReasoningSplitter(answer, reason, inside=in_reasoning)
     first, pending = cache.tail_len, deque[int]()
     try:
         pending.append(sampler.draw(logits, cache.get_seq_length()))
-        while True:
-            token_id = pending.popleft()
-            result.token_ids.append(token_id)
-            is_last = token_id in eos_token_ids
-            if not is_last:
-                splitter.feed(matcher.feed(detokenizer.feed(token_id)))
-            on_token()
-            if is_last or matcher.stopped:
-                result.finish_reason = "stop"
-                break
-            if len(result.token_ids) == max_tokens:
-                break
+        while stream.take(token_id := pending.popleft()):
             check_interrupt()
             if pending:
                 continue
             if speculator is not None:
-                pending.extend(speculator.advance(token_id, max_tokens - len(result.token_ids)))
+                pending.extend(speculator.advance(token_id, stream.tokens_left))
             else:
                 logits = step(torch.tensor([token_id], device=cache.device))
                 pending.append(sampler.draw(logits, cache.get_seq_length()))
     except KeyboardInterrupt:
-        result.finish_reason = "interrupted"
+        stream.interrupt()
     # Every token but the last is in the cache; a round may have committed more.
-    cache.trim(max(0, cache.tail_len - first - max(0, len(result.token_ids) - 1)))
-    splitter.feed(matcher.flush())
-    splitter.flush()
-    result.steps = step.describe()
-    return result
+    cache.trim(max(0, cache.tail_len - first - max(0, len(stream.result.token_ids) - 1)))
+    return stream.end(step.describe())

@@ -32,7 +32,7 @@ class LayerKV:
 
     @property
     def nbytes(self) -> int:
-        return self.key.nbytes + self.value.nbytes + sum(segment.nbytes for segment in self.segments)
+        return self.key.nbytes + self.value.nbytes + sum(segment.bytes_read for segment in self.segments)
 
 
 class MixedKVCache(Cache):
@@ -186,6 +186,16 @@ class MixedKVCache(Cache):
             context_segments(context, layout, *plan.layer(layer_idx), arena.allocate, self.reorder)
         )
 
+    def use_segments(self, tables: Sequence[SegmentTable] = ()) -> None:
+        """Reads segments that are held elsewhere, one table a layer, in place of its own, which are freed.
+
+        Args:
+            tables: none: no context is there until others are given.
+        """
+        for index, layer in enumerate(self.kv_layers):
+            layer.segments = tables[index] if tables else SegmentTable()
+        self._arena = None
+
     def commit(self, slots: Sequence[int]) -> None:
         """Gathers accepted slots, in order, to the end of the committed tail, in place; O(len(slots)).
 
@@ -217,7 +227,7 @@ class MixedKVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by segments, scales, tables and tail."""
+        """Bytes of segments, scales, tables and tail; of segments held elsewhere those that are read."""
         return sum(layer.nbytes for layer in self.kv_layers)
 
     @property

@@ -24,7 +24,9 @@ ITEM = types.void(types.int64, types.int64)
 
 
 @intrinsic
-def _call(typing_context, function, parameters, item):  # type: ignore[no-untyped-def]
+def call(typing_context, function, parameters, item):  # type: ignore[no-untyped-def]
+    """Calls a kernel of type `ITEM` by its address."""
+
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
@@ -47,10 +49,10 @@ def _run(steps: Any, count: Any, parameters: Any) -> None:
         if load_i64(row, IS_PARALLEL):
             for item in prange(items):
                 # The index of a parallel loop is unsigned.
-                _call(function, mine, np.int64(item))
+                call(function, mine, np.int64(item))
         else:
             for item in range(items):
-                _call(function, mine, item)
+                call(function, mine, item)
 
 
 def run_steps(steps: np.ndarray, parameters: np.ndarray) -> None:

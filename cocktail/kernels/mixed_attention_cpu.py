@@ -306,7 +306,7 @@ def _attend_item(head_dim: int, groups: int, few: int) -> Any:
 
 
 @cache
-def _merge_item(head_dim: int) -> Any:
+def merge_kernel(head_dim: int) -> Any:
     """The compiled merge of one query row's partial results."""
 
     @kept_cfunc(ITEM, fastmath=True)
@@ -320,6 +320,22 @@ def _merge_item(head_dim: int) -> Any:
         merge(peak, total, load_i64(p, PARTIAL) + first * head_dim, items, head_dim, kind, out)
 
     return merge_item
+
+
+def attend_kernel(head_dim: int, groups: int, group: int, rows: int) -> Any:
+    """The compiled work item for such query rows.
+
+    Args:
+        groups: value groups of a token, 0 if no segment has value scales.
+        group: query heads of a KV head.
+        rows: of each query head.
+    """
+    few = max(count for count in range(1, FEW + 1) if group % count == 0)
+    # Unquantized values have no groups: one variant less is compiled if those stand for them that others have.
+    groups = groups or head_dim // value_group_size(head_dim)
+    # A group of five or seven heads would meet its codes one head at a time.
+    fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // groups)
+    return _attend_item(head_dim, groups, few if fits else 0)
 
 
 def mixed_attention_cpu(
@@ -378,11 +394,6 @@ def mixed_attention_cpu(
         np.int64,
     )
     parameters.view(np.float32)[2 * SCALING] = scaling
-    few = max(count for count in range(1, FEW + 1) if group % count == 0)
-    # Unquantized values have no groups: one variant less is compiled if those stand for them that others have.
-    groups = table.value_groups or head_dim // value_group_size(head_dim)
-    # A group of five or seven heads would meet its codes one head at a time.
-    fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // groups)
-    item = _attend_item(head_dim, groups, few if fits else 0)
-    run_items(item, num_kv_heads * items, parameters, _merge_item(head_dim), num_heads * rows)
+    item = attend_kernel(head_dim, table.value_groups, group, rows)
+    run_items(item, num_kv_heads * items, parameters, merge_kernel(head_dim), num_heads * rows)
     return out.transpose(0, 1)

@@ -90,6 +90,18 @@ class Segment:
         tables = (self.k_range, self.v_range, self.block_table, self.scale_index)
         return sum(t.nbytes for t in (*tensors, *tables) if t is not None)
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the blocks that attention reads, tables included; `nbytes` where it reads every physical block."""
+        blocks, physical = self.num_blocks, max(1, self.key.shape[1])
+        by_block = (self.key, self.value, self.v_scale, self.v_zero, self.v_range)
+        by_scale = (self.k_scale, self.k_zero, self.k_range)
+        total = sum(t.nbytes // physical * blocks for t in by_block if t is not None)
+        # Without an index every physical block has key scales of its own.
+        shared = self.scale_index is not None
+        total += sum(t.nbytes if shared else t.nbytes // physical * blocks for t in by_scale if t is not None)
+        return total + sum(t.nbytes for t in (self.block_table, self.scale_index) if t is not None)
+
 
 def empty_segment(
     shape: tuple[int, int, int, int],

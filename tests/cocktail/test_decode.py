@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from cocktail import interrupts
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
-from cocktail.decode import Generation, generate
+from cocktail.decode import generate
+from cocktail.generation import Generation
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import extend, prefill
 from cocktail.sampling import Sampler

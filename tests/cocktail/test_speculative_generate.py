@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cocktail.context import KVGeometry
-from cocktail.decode import Generation, generate
+from cocktail.decode import generate
+from cocktail.generation import Generation
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import prefill
 from cocktail.sampling import Sampler

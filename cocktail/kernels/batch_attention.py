@@ -1,0 +1,66 @@
+"""Mixed attention of rows that each have a context and a tail of their own: the decode steps of several questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cocktail.kernels.compiled import cpu_kernels
+from cocktail.kernels.mixed_attention import mixed_attention
+from cocktail.kernels.segment_table import SegmentTable
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """What one row attends to.
+
+    Args:
+        table: its segments.
+        tail_key: [num_kv_heads, capacity, head_dim], run dtype, contiguous; it stays where it is.
+        tail_value: as `tail_key`.
+    """
+
+    table: SegmentTable
+    tail_key: torch.Tensor
+    tail_value: torch.Tensor
+
+
+class RowContexts(tuple[RowContext, ...]):
+    """The contexts of the rows of a pass, in order, which pass after pass has."""
+
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What kernels computed from them and keep here, each under keys of its own."""
+        return {}
+
+
+def batch_attention(query: torch.Tensor, contexts: RowContexts, stops: Sequence[int], scaling: float) -> torch.Tensor:
+    """Attention output of every row; see `mixed_attention`.
+
+    Args:
+        query: [num_heads, rows, head_dim], run dtype, after RoPE.
+        contexts: one a row.
+        stops: one a row: tail slots from it on are not seen.
+        scaling: the softmax scale.
+
+    Returns:
+        [num_heads, rows, head_dim], the dtype of `query`.
+
+    Raises:
+        ValueError: if shapes or dtypes do not belong together, or a row has nothing to attend to.
+    """
+    if not query.shape[1] == len(contexts) == len(stops):
+        raise ValueError(f"{query.shape[1]} rows have {len(contexts)} contexts and {len(stops)} ends of tails")
+    if query.device.type == "cpu" and cpu_kernels():
+        from cocktail.kernels.batch_attention_cpu import batch_attention_cpu
+
+        return batch_attention_cpu(query, contexts, stops, scaling)
+    outputs = []
+    for row, (context, stop) in enumerate(zip(contexts, stops, strict=True)):
+        tail = context.tail_key[:, :stop], context.tail_value[:, :stop]
+        outputs.append(mixed_attention(query[:, row : row + 1], context.table, *tail, None, scaling))
+    return torch.cat(outputs, dim=1)
