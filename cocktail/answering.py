@@ -83,13 +83,19 @@ def answer_question(
         generation, speculation = _generate(
             job, loaded, cache, draft_cache, logits, index, config, recorder, token_times
         )
-    warnings = list(recorder.warnings)
-    if generation.finish_reason == "length":
-        # This question's own; the recorder keeps what concerns them all.
-        warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
-        recorder.reporter.warn(warnings[-1])
-    answer = _answer(
-        job, loaded, context.stats, index, question, generation, speculation, cache, token_times, warnings, watch
+    answer = make_answer(
+        job,
+        loaded,
+        context.stats,
+        index,
+        question,
+        generation,
+        speculation,
+        cache,
+        token_times,
+        config,
+        recorder,
+        watch,
     )
     return Answered(answer, generation)
 
@@ -146,7 +152,7 @@ def _generate(
     return generation, speculation_stats(job, loaded, speculator, config, copying)
 
 
-def _answer(
+def make_answer(
     job: Job,
     loaded: LoadedModel,
     cached: CacheStats,
@@ -156,9 +162,31 @@ def _answer(
     speculation: SpeculationStats,
     cache: MixedKVCache,
     token_times: list[float],
-    warnings: list[str],
+    config: Config,
+    recorder: Recorder,
     watch: Stopwatch,
 ) -> Answer:
+    """What is told of a generation, citations included; warns where it was cut.
+
+    Args:
+        job: the run.
+        loaded: its model.
+        cached: where the document came from.
+        index: of the question in the job.
+        question: as it was asked.
+        generation: what was generated.
+        speculation: what drafting did for it.
+        cache: the question's, as it was when it ended.
+        token_times: when each token came, by `time.perf_counter`.
+        config: the settings.
+        recorder: holds the warnings.
+        watch: of this question.
+    """
+    warnings = list(recorder.warnings)
+    if generation.finish_reason == "length":
+        # This question's own; the recorder keeps what concerns them all.
+        warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
+        recorder.reporter.warn(warnings[-1])
     text = generation.text.rstrip()
     answered = is_answered(text)
     reading, plan = job.reading, job.plans[index]

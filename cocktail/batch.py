@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,8 +80,9 @@ class BatchWorker:
     def answer(self, group: BatchGroup) -> Generator[tuple[BatchQuestion, Result], None, None]:
         """Each question with its result, as it comes: the contract's JSON object, of an answer or of an error.
 
-        The answer to a question is the one that it would get alone. Where the group cannot be answered in one run, its
-        questions are asked one at a time, so that one of them does not fail the others.
+        The answer to a question is the one that it would get alone, up to rounding where several are decoded together.
+        Where the group cannot be answered in one run, its questions are asked one at a time, so that one of them does
+        not fail the others.
 
         Raises:
             ModelError: the command line's model does not work, so that all would fail alike.
@@ -90,10 +91,12 @@ class BatchWorker:
         waiting, alone = list(group.questions), len(group.questions) == 1
         while waiting:
             failed: list[tuple[BatchQuestion, Result]] = []
+            asked = waiting[:1] if alone else list(waiting)
             try:
-                with closing(self._run(group.source, waiting[:1] if alone else waiting)) as answers:
-                    for answer in answers:
-                        question = waiting.pop(0)
+                with closing(self._run(group.source, asked)) as answers:
+                    for index, answer in answers:
+                        question = asked[index]
+                        waiting.remove(question)
                         yield question, answer_result(question, answer)
             except Exception as error:
                 # A library that is interrupted may raise anything.
@@ -115,8 +118,10 @@ class BatchWorker:
         """Frees the model."""
         self._models.close()
 
-    def _run(self, source: BatchSource, questions: Iterable[BatchQuestion]) -> Generator[Answer, None, None]:
-        from cocktail.engine import Request, answer_questions
+    def _run(
+        self, source: BatchSource, questions: Sequence[BatchQuestion]
+    ) -> Generator[tuple[int, Answer], None, None]:
+        from cocktail.engine import Request, answer_in_batches
 
         request = Request(
             source.document,
@@ -126,12 +131,12 @@ class BatchWorker:
             strict=source.strict,
             alike=True,
         )
-        with closing(answer_questions(request, source.config, self._reporter, self._models)) as answers:
-            for answer in answers:
+        with closing(answer_in_batches(request, source.config, self._reporter, self._models)) as answers:
+            for index, answer in answers:
                 if answer.finish_reason == "interrupted":
                     raise KeyboardInterrupt
                 self._has_answered = True
-                yield answer
+                yield index, answer
 
     def _has_own_model(self, source: BatchSource) -> bool:
         return _form(source.config) != _form(self._config)

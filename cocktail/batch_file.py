@@ -15,12 +15,12 @@ from cocktail.settings import NOT_IN_PROJECT_FILE, PARSERS, as_utf8, flag_name, 
 
 MEMBERS = ("id", "document", "question", "questions", "options")
 # A line may say how its document is read and answered; these are the whole run's.
-NOT_IN_LINE = (*NOT_IN_PROJECT_FILE, "history")
+NOT_IN_LINE = (*NOT_IN_PROJECT_FILE, "history", "batch_size")
 SOURCE_OPTIONS = ("pages", "password", "strict")
 # They say where and how fast an answer is computed.
 _NOT_IN_KEY = (
     *("device", "vram_bytes", "vram_auto", "link_bytes_per_second", "draft", "draft_bits", "draft_max", "draft_model"),
-    *("offline", "cache_dir", "cache", "cache_bytes", "history"),
+    *("offline", "cache_dir", "cache", "cache_bytes", "history", "batch_size"),
 )
 _KEY_DIGITS = 32
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -54,8 +54,8 @@ def shared_bytes(
             wanted = (k_bits == pair[0]) & (v_bits == pair[1])
             # No more slots are made than questions that are answered at one time can want.
             most = min(int(wanted.any(axis=0).sum()), int(np.sort(wanted.sum(axis=1))[-width:].sum()))
-            bits = (np.array([number]) for number in pair)
-            total += most * int(block_bytes(head_dim, layout.chunk_size, *bits, itemsize)[0]) * heads
+            k_pair, v_pair = (np.array([number]) for number in pair)
+            total += most * int(block_bytes(head_dim, layout.chunk_size, k_pair, v_pair, itemsize)[0]) * heads
         # A question has a table of its own, of as many segments as there were joins at most.
         segments = width * len(pairs) + 1
         total += width * (4 * layout.num_chunks + 8 * COLUMNS * segments)

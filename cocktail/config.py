@@ -50,6 +50,7 @@ class Config:
     draft_max: int = 64  # tokens that a draft's tree holds at most
     draft_model: str | None = None  # a folder or name of a smaller model with the same tokenizer
     verify: str = "match"
+    batch_size: int = 8  # questions about one document that are decoded together
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
     cache: bool = True  # what is read of documents is kept on disk
@@ -76,6 +77,7 @@ class Config:
         check(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
         check(0 <= self.restate <= 10, "--restate", self.restate, "from 0 (off) to 10 passages")
         check(self.history >= 0, "--history", self.history, "0 (none) or more tokens")
+        check(1 <= self.batch_size <= 64, "--batch-size", self.batch_size, "from 1 to 64 questions")
         check(self.draft in DRAFTS, "--draft", self.draft, "one of " + ", ".join(DRAFTS))
         check(self.draft_bits in DRAFT_BITS, "--draft-bits", self.draft_bits, "one of " + ", ".join(DRAFT_BITS))
         check(1 <= self.draft_max <= 256, "--draft-max", self.draft_max, "from 1 to 256 tokens")

@@ -100,9 +100,56 @@ def answer_questions(
         CocktailError: what can be found before the model's weights are loaded is found before.
     """
     recorder, watch = Recorder(reporter), Stopwatch()
+    with memory_errors(), ExitStack() as stack:
+        job, loaded, context = _prepare(request, config, recorder, watch, models, stack)
+        yield from _answers(request.questions, job, loaded, context, config, recorder, watch)
+
+
+def answer_in_batches(
+    request: Request, config: Config, reporter: Reporter, models: LoadedModels | None = None
+) -> Generator[tuple[int, Answer], None, None]:
+    """Yields the number and the answer of each question, in the order in which they end; no text is streamed.
+
+    As many questions are decoded together as `config.batch_size` says and fit, one at a time where a draft was asked
+    for or weights are streamed. The tokens of an answer are those that it has alone, up to rounding: a pass of several
+    rows may add in another order. After an interrupt the partial answers are yielded and the run ends.
+
+    Args:
+        request: document and questions.
+        config: the settings.
+        reporter: receives the stages.
+        models: see `answer_questions`.
+
+    Raises:
+        CocktailError: as `answer_questions`.
+    """
+    recorder, watch = Recorder(reporter), Stopwatch()
+    with memory_errors(), ExitStack() as stack:
+        job, loaded, context = _prepare(request, config, recorder, watch, models, stack, together=True)
+        if job.width == 1:
+            yield from enumerate(_answers(request.questions, job, loaded, context, config, recorder, watch))
+            return
+        from cocktail.batch_answering import answer_together
+        from cocktail.ready_kernels import ready_job_kernels
+
+        ready_job_kernels(job, loaded, recorder, watch)
+        yield from answer_together(job, loaded, context, request.questions, config, recorder, watch)
+
+
+def _prepare(
+    request: Request,
+    config: Config,
+    recorder: Recorder,
+    watch: Stopwatch,
+    models: LoadedModels | None,
+    stack: ExitStack,
+    together: bool = False,
+) -> tuple[Job, LoadedModel, PrefilledContext]:
+    """The run, its model and its document; what they hold is freed with `stack`."""
     with watch.measure("parse"):
         kept = request.read_kept(config, recorder)
     with watch.measure("load"):
+        from cocktail.batch_width import widened
         from cocktail.job import plan_job
         from cocktail.kept_context import KeptKV
         from cocktail.loaded_models import LoadedModels
@@ -110,20 +157,19 @@ def answer_questions(
         from cocktail.prefilled_context import PrefilledContext
         from cocktail.reading import read_for_questions
         from cocktail.shared_reading import check_alike
-    with memory_errors(), ExitStack() as stack:
-        folder = resolve_model(config.model, config, recorder)
-        reading = read_for_questions(
-            kept.document, request.questions, folder, config, recorder, watch, kept.keep_vectors
-        )
-        if models is None:
-            models = stack.enter_context(closing(LoadedModels()))
-        job = plan_job(reading, config, recorder, models.held_bytes)
-        if request.alike:
-            check_alike(job, config)
-        loaded = models.load(job, config, recorder, watch)
-        context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
-        stack.enter_context(closing(context))
-        yield from _answers(request.questions, job, loaded, context, config, recorder, watch)
+    folder = resolve_model(config.model, config, recorder)
+    reading = read_for_questions(kept.document, request.questions, folder, config, recorder, watch, kept.keep_vectors)
+    if models is None:
+        models = stack.enter_context(closing(LoadedModels()))
+    job = plan_job(reading, config, recorder, models.held_bytes)
+    if request.alike:
+        check_alike(job, config)
+    if together:
+        job = widened(job, config)
+    loaded = models.load(job, config, recorder, watch)
+    context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
+    stack.enter_context(closing(context))
+    return job, loaded, context
 
 
 def _answers(

@@ -39,7 +39,8 @@ class Job:
 
     `budget_bytes` is None if there is none; `draft_model` is a model of its own that drafts; `keeps_context` says that
     other questions follow, which need the document's unquantized KV; `history_ids` are the tokens of a chat's earlier
-    questions and answers, which follow the document.
+    questions and answers, which follow the document; `width` is how many questions are decoded together, at most,
+    and `limit_bytes` what the run may take of the device.
     """
 
     reading: Reading
@@ -53,6 +54,8 @@ class Job:
     draft_model: DraftModel | None = None
     keeps_context: bool = False
     history_ids: tuple[int, ...] = ()
+    width: int = 1
+    limit_bytes: int = 0
 
     @property
     def layout(self) -> ContextLayout:
@@ -165,6 +168,7 @@ def plan_job(
         outlook.why_no_self_draft,
         draft_model,
         keeps_context=several,
+        limit_bytes=limit_bytes,
     )
     if job.stored_bytes > (free := free_host_bytes()):
         raise BudgetError(

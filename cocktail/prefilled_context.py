@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 
 import torch
 
 from cocktail.answer import CacheStats
 from cocktail.bit_plan import BitPlan, history_plan
+from cocktail.block_pool import BlockPool
 from cocktail.config import Config
 from cocktail.context import ContextLayout
 from cocktail.history import FollowedContext, History
@@ -23,6 +25,18 @@ from cocktail.offloaded_model import free_host_bytes
 from cocktail.prefill import ContextSink, ContextSource, StoredContext, extend, prefill
 from cocktail.report import Reporter
 from cocktail.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class SharedRead:
+    """A question's cache whose context is a pool's, and where the document in it came from.
+
+    `logits` are of the last position before the answer, [vocab_size]; None: the question has not been read.
+    """
+
+    cache: MixedKVCache
+    stats: CacheStats
+    logits: torch.Tensor | None = None
 
 
 class PrefilledContext:
@@ -70,10 +84,7 @@ class PrefilledContext:
         if self.source is not None:
             with suppress(DamagedKVError):
                 found = self._seal(ids, plan, self.source, history)
-                was_read, self._was_read = self._was_read, True
-                self.stats = self._kept.stats
-                if self.stats.kv != "off":
-                    self.stats = CacheStats("hit" if was_read else self.stats.document, "hit")
+                self.stats = self._stats_again()
                 return found
             # Nothing may map a file that is to be removed.
             self.source = None
@@ -85,6 +96,58 @@ class PrefilledContext:
         assert self.source is not None
         del found
         return self._seal(ids, plan, self.source, history)
+
+    def share(self, indices: Sequence[int], pool: BlockPool) -> list[SharedRead]:
+        """The caches of questions whose context a pool holds, which lends it to them.
+
+        Where the document is not kept it is prefilled, with the first of the questions; the others are read by
+        `read_suffix`.
+
+        Args:
+            indices: of the questions, at least one.
+            pool: of this document.
+        """
+        job, plans = self._job, [self._job.plans[index] for index in indices]
+        if self.source is None:
+            self.source = self._kept.find()
+        if self.source is not None:
+            with suppress(DamagedKVError), self._loaded.active():
+                caches = [self._empty_cache(job.layout) for _ in indices]
+                pool.lend(caches, self.source, plans)
+                return [SharedRead(cache, self._stats_again()) for cache in caches]
+            self.source = None
+            self._kept.damaged()
+        self._was_read = True
+        first, logits = self._prefill(job.reading.suffixes[indices[0]], plans[0])
+        assert self.source is not None
+        reads = [SharedRead(first, self._kept.stats, logits)]
+        # Its context goes before the pool's is made.
+        first.use_segments()
+        with self._loaded.active():
+            reads += [SharedRead(self._empty_cache(job.layout), self._stats_again()) for _ in indices[1:]]
+            pool.lend([read.cache for read in reads], self.source, plans)
+        return reads
+
+    def read_suffix(self, ids: Sequence[int], cache: MixedKVCache) -> torch.Tensor:
+        """Runs what comes after the context; the last logits, [vocab_size]."""
+        job, loaded = self._job, self._loaded
+        with loaded.active():
+            logits = extend(
+                loaded.model,
+                cache,
+                self._on_home(ids),
+                segment_tokens=job.segment_tokens,
+                offload=loaded.offload,
+                hidden_on_host=job.residency.hidden_on_host,
+            )
+            wait_for(loaded.device)
+        return logits
+
+    def _stats_again(self) -> CacheStats:
+        """Those of a question for which the document was not prefilled."""
+        was_read, self._was_read = self._was_read, True
+        stats = self._kept.stats
+        return stats if stats.kv == "off" else CacheStats("hit" if was_read else stats.document, "hit")
 
     def close(self) -> None:
         """Waits until what is kept is on disk, and ends the keeping of what is not whole."""
@@ -130,25 +193,16 @@ class PrefilledContext:
     def _seal(
         self, ids: Sequence[int], plan: BitPlan, source: ContextSource, history: History | None
     ) -> tuple[MixedKVCache, torch.Tensor]:
-        job, loaded, layout = self._job, self._loaded, self._job.layout
+        job, layout = self._job, self._job.layout
         if history is not None:
             layout = layout.followed_by(history.read_tokens)
             plan = history_plan(plan, layout, history.last_tokens, job.residency.history_bits)
             source = FollowedContext(source, history)
-        with loaded.active():
+        with self._loaded.active():
             cache = self._empty_cache(layout)
             for layer in range(job.geometry.num_layers):
                 cache.seal(layer, source.layer(layer), plan)
-            logits = extend(
-                loaded.model,
-                cache,
-                self._on_home(ids),
-                segment_tokens=job.segment_tokens,
-                offload=loaded.offload,
-                hidden_on_host=job.residency.hidden_on_host,
-            )
-            wait_for(loaded.device)
-        return cache, logits
+        return cache, self.read_suffix(ids, cache)
 
     def _on_home(self, ids: Sequence[int]) -> torch.Tensor:
         """Tokens where the hidden states are."""

@@ -190,6 +190,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "chunk_size": _integer,
     "restate": _integer,
     "history": _integer,
+    "batch_size": _integer,
     "draft": _word,
     "draft_bits": _bits,
     "draft_max": _integer,

@@ -58,6 +58,7 @@ def batch(
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop at the first question that fails.", rich_help_panel="Batch")
     ] = False,
+    batch_size: options.BatchSize = None,
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,

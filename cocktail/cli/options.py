@@ -311,6 +311,15 @@ DraftBits = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        metavar="N",
+        help=f"Questions about one document that are decoded together, at most (default: {_DEFAULT.batch_size}).",
+        rich_help_panel="Batch",
+    ),
+]
 DraftMax = Annotated[
     int | None,
     typer.Option(

@@ -113,7 +113,7 @@ def batch_attention_cpu(
     """See `batch_attention`."""
     query = query if query.stride(2) == 1 else query.contiguous()
     key = query.shape, query.dtype, query.stride()
-    launch = contexts.derived.get(key)
-    if launch is None:
-        launch = contexts.derived[key] = _Launch(query, contexts)
-    return launch.run(query, stops, scaling)  # type: ignore[no-any-return]
+    if key not in contexts.derived:
+        contexts.derived[key] = _Launch(query, contexts)
+    launch: _Launch = contexts.derived[key]
+    return launch.run(query, stops, scaling)

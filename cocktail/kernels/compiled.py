@@ -128,9 +128,11 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
         dtype: the run's.
         draft_bits: of the matrices of substitute layers that draft.
     """
+    from cocktail.kernels.batch_attention import RowContext, RowContexts, batch_attention
     from cocktail.kernels.many_rows_cpu import MANY_ROWS
     from cocktail.kernels.mixed_attention import mixed_attention
     from cocktail.kernels.quantize_pack import quantize_pack
+    from cocktail.kernels.segment_table import SegmentTable
 
     key, value = (torch.zeros((1, 2, 8, head_dim), dtype=dtype) for _ in range(2))
     segments = [
@@ -140,6 +142,8 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
     for rows in (1, 2, MANY_ROWS[dtype]):
         query = key.new_zeros((group, rows, head_dim))
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
+    context = RowContext(SegmentTable(segments), key[0, :1], value[0, :1])
+    batch_attention(key.new_zeros((group, 1, head_dim)), RowContexts([context]), [1], 1.0)
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
         for bits in draft_bits:

@@ -309,7 +309,7 @@ def test_an_answer_that_is_interrupted_is_no_result(documents: list[Path], confi
                 raise KeyboardInterrupt
 
     results: list[Result] = []
-    asked = [question(documents[0], text, config) for text in (WHO, CATS, WHEN)]
+    asked = [question(documents[0], text, config, batch_size=1) for text in (WHO, CATS, WHEN)]
     [group] = group_questions(asked)
     with closing(BatchWorker(config, Interrupting())) as worker:
         answers = worker.answer(group)

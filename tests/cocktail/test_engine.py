@@ -178,10 +178,11 @@ def test_complaint_15_the_default_model_finds_a_password_anywhere(
 def test_complaint_12_an_answer_that_is_not_in_the_document_is_flagged(
     document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cocktail import answering, decode
+    from cocktail import answering
+    from cocktail.generation import Generation
 
-    def refuse(*args: object, on_text: object = None, **kwargs: object) -> decode.Generation:
-        return decode.Generation(token_ids=[1, 2], text="Not in the document.", finish_reason="stop")
+    def refuse(*args: object, on_text: object = None, **kwargs: object) -> Generation:
+        return Generation(token_ids=[1, 2], text="Not in the document.", finish_reason="stop")
 
     monkeypatch.setattr(answering, "generate", refuse)
     [answer] = ask(document, config)
