@@ -37,7 +37,8 @@ class BatchMember:
     def end(self) -> Generation:
         """What was generated."""
         rows = self.most_rows
-        return self.stream.end(f"up to {rows} questions in a pass" if rows else "none")
+        alone = "one question in a pass" if rows else "none"
+        return self.stream.end(f"up to {rows} questions in a pass" if rows > 1 else alone)
 
 
 class BatchDecoder:

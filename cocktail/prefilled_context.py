@@ -123,6 +123,7 @@ class PrefilledContext:
         reads = [SharedRead(first, self._kept.stats, logits)]
         # Its context goes before the pool's is made.
         first.use_segments()
+        first.end_pass()
         with self._loaded.active():
             reads += [SharedRead(self._empty_cache(job.layout), self._stats_again()) for _ in indices[1:]]
             pool.lend([read.cache for read in reads], self.source, plans)
@@ -140,6 +141,8 @@ class PrefilledContext:
                 offload=loaded.offload,
                 hidden_on_host=job.residency.hidden_on_host,
             )
+            # Its mask would stay while others are read.
+            cache.end_pass()
             wait_for(loaded.device)
         return logits
 
