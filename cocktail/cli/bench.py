@@ -9,6 +9,7 @@ import typer
 
 from cocktail.bench.variant import FAMILIES, VARIANTS, select_variants
 from cocktail.cli import bench_command, options
+from cocktail.cli.bench_batch import bench_batch
 from cocktail.cli.bench_command import BENCHMARK, QUESTION, Rendering, Result, measuring, read_config, run_benchmark
 from cocktail.cli.bench_draft import bench_draft
 from cocktail.cli.bench_e2e import bench_e2e
@@ -114,6 +115,7 @@ def _rendering() -> Rendering:
     return Rendering(table, markdown, comma_separated)
 
 
+bench_app.command("batch", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_batch)
 bench_app.command("draft", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_draft)
 bench_app.command("e2e", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_e2e)
 bench_app.command("offload", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_offload)

@@ -1,0 +1,194 @@
+"""`cocktail bench batch`: several questions about one document decoded together against one at a time, in one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+import psutil
+
+from cocktail.batch_decode import BatchDecoder, BatchMember
+from cocktail.bench.batch_result import BatchResult, BatchRow, BatchRun
+from cocktail.bench.machine import Machine, use_threads
+from cocktail.block_pool import BlockPool
+from cocktail.config import Config
+from cocktail.decode import generate
+from cocktail.engine import Request
+from cocktail.errors import UsageError
+from cocktail.generation import GenerationStream
+from cocktail.interrupts import check_interrupt
+from cocktail.job import Job, plan_job
+from cocktail.kept_context import KeptKV
+from cocktail.loaded_models import LoadedModels
+from cocktail.model import LoadedModel
+from cocktail.model_source import resolve_model
+from cocktail.offload.accelerator import wait_for
+from cocktail.prefilled_context import PrefilledContext
+from cocktail.reading import read_for_questions
+from cocktail.ready_kernels import ready_job_kernels
+from cocktail.report import Recorder, Reporter
+from cocktail.sampling import Sampler
+from cocktail.stopwatch import Stopwatch
+
+DEFAULT_WIDTHS = (1, 2, 4, 8)
+# About any document; each ranks its chunks in another way.
+QUESTIONS = (
+    "What is the document about?",
+    "Who is named first, and why?",
+    "Which dates or years are given?",
+    "Which places does it speak of?",
+    "What is said at the very end?",
+    "Which numbers matter most?",
+    "What is compared with what?",
+    "How is it used?",
+)
+
+
+@dataclass(frozen=True)
+class BatchBenchmark:
+    """What is measured.
+
+    Args:
+        widths: questions decoded together, ascending; one at a time is measured in any case.
+        repeats: rounds over all widths.
+        threads: of everything, or None for torch's own number.
+    """
+
+    widths: tuple[int, ...] = DEFAULT_WIDTHS
+    repeats: int = 3
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class _Setup:
+    job: Job
+    loaded: LoadedModel
+    context: PrefilledContext
+    config: Config
+
+
+def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, reporter: Reporter) -> BatchResult:
+    """Answers the `QUESTIONS` at every width in turns, `config.max_tokens` tokens each, whatever ends an answer.
+
+    Only passes that decode are timed. After an interrupt what was measured is returned.
+
+    Raises:
+        CocktailError: What can be found before the model's weights are loaded is found before.
+        KeyboardInterrupt: Nothing was measured by then.
+    """
+    if config.max_tokens < 2:
+        raise UsageError("--max-tokens is 1; the time of a token needs two tokens at least.")
+    if wrong := [width for width in benchmark.widths if not 1 <= width <= len(QUESTIONS)]:
+        raise UsageError(f"--widths names {wrong[0]}; a width is from 1 to {len(QUESTIONS)}.")
+    use_threads(benchmark.threads)
+    config = replace(config, draft="off", cache=False)
+    recorder, watch = Recorder(reporter), Stopwatch()
+    before = psutil.getloadavg()
+    with ExitStack() as stack:
+        kept = request.read_kept(config, recorder)
+        folder = resolve_model(config.model, config, recorder)
+        reading = read_for_questions(kept.document, QUESTIONS, folder, config, recorder, watch)
+        job = plan_job(reading, config, recorder)
+        loaded = stack.enter_context(closing(LoadedModels())).load(job, config, recorder, watch)
+        context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
+        stack.enter_context(closing(context))
+        ready_job_kernels(job, loaded, recorder, watch)
+        rows = [BatchRow(width) for width in sorted({1, *benchmark.widths})]
+        tokens = len(reading.tokenized.token_ids)
+        result = BatchResult(
+            document={"path": kept.document.path, "tokens": tokens},
+            model=folder,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            kv_policy=job.residency.kv_policy,
+            machine=Machine.of(loaded.device),
+            questions=QUESTIONS,
+            max_tokens=config.max_tokens,
+            repeats=benchmark.repeats,
+            rows=rows,
+        )
+        try:
+            setup = _Setup(job, loaded, context, config)
+            # The document is prefilled, and every kernel runs once.
+            _alone(setup, [0])
+            for number in range(benchmark.repeats):
+                _round(setup, rows, reporter, f"round {number + 1}/{benchmark.repeats}")
+        except KeyboardInterrupt:
+            if not result.has_figures:
+                raise
+            result.partial = True
+    result.load_average = before[0], psutil.getloadavg()[0]
+    return result
+
+
+def _round(setup: _Setup, rows: Sequence[BatchRow], reporter: Reporter, stage: str) -> None:
+    """Every width once; the first row is one question at a time."""
+    with reporter.stage(stage, total=len(rows), unit="widths") as advance:
+        found, seconds, separate = _alone(setup, range(len(QUESTIONS)))
+        tokens = len(QUESTIONS) * (setup.config.max_tokens - 1)
+        tail = 2 * setup.job.geometry.num_layers * setup.job.geometry.num_kv_heads * setup.job.tail_capacity
+        own = tail * setup.job.geometry.head_dim * setup.job.itemsize
+        largest = max(separate)
+        rows[0].runs.append(BatchRun(tokens, seconds, len(QUESTIONS), 1.0, largest - own, own, largest))
+        advance(1)
+        for row in rows[1:]:
+            texts, taken, shared = _together(setup, row.width)
+            same = sum(ours == alone for ours, alone in zip(texts, found, strict=True))
+            caches = max(sum(separate[first : first + row.width]) for first in range(0, len(QUESTIONS), row.width))
+            row.runs.append(BatchRun(tokens, taken, same, seconds / taken, shared, own * row.width, caches))
+            advance(1)
+
+
+def _alone(setup: _Setup, indices: Sequence[int]) -> tuple[list[list[int]], float, list[int]]:
+    """Tokens of each question, the seconds that decoding took, and the bytes of each one's cache."""
+    found, seconds, nbytes = [], 0.0, []
+    for index in indices:
+        cache, logits = setup.context.read(index, Stopwatch())
+        times: list[float] = []
+        generation = generate(
+            setup.loaded.model,
+            setup.loaded.tokenizer,
+            cache,
+            logits,
+            sampler=Sampler(),
+            eos_token_ids=(),
+            max_tokens=setup.config.max_tokens,
+            on_token=lambda times=times: times.append(time.perf_counter()),  # type: ignore[misc]
+        )
+        if generation.finish_reason == "interrupted":
+            raise KeyboardInterrupt
+        found.append(generation.token_ids)
+        seconds += times[-1] - times[0]
+        nbytes.append(cache.nbytes)
+    return found, seconds, nbytes
+
+
+def _together(setup: _Setup, width: int) -> tuple[list[list[int]], float, int]:
+    """Tokens of each question, the seconds of the passes, and the most bytes that a pool held."""
+    found: list[list[int]] = []
+    seconds, most = 0.0, 0
+    for first in range(0, len(QUESTIONS), width):
+        pool, decoder = BlockPool(setup.job.geometry, setup.job.layout), BatchDecoder(setup.loaded.model, width)
+        indices = range(first, min(first + width, len(QUESTIONS)))
+        members = []
+        for index, read in zip(indices, setup.context.share(indices, pool), strict=True):
+            logits = setup.context.read_suffix(setup.job.reading.suffixes[index], read.cache)
+            stream = GenerationStream(
+                setup.loaded.tokenizer,
+                eos_token_ids=(),
+                stop=(),
+                max_tokens=setup.config.max_tokens,
+                in_reasoning=False,
+            )
+            members.append(BatchMember(read.cache, Sampler(), stream))
+            decoder.join(members[-1], logits)
+        most = max(most, pool.nbytes)
+        start = time.perf_counter()
+        while decoder.running:
+            check_interrupt()
+            decoder.step()
+        wait_for(setup.loaded.device)
+        seconds += time.perf_counter() - start
+        found += [member.end().token_ids for member in members]
+    return found, seconds, most
