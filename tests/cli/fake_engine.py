@@ -126,6 +126,13 @@ def answer_questions(
             return
 
 
+def answer_in_batches(
+    request: Request, config: Config, reporter: Reporter, models: object = None
+) -> Generator[tuple[int, Answer], None, None]:
+    """As `answer_questions`, with each question's number."""
+    yield from enumerate(answer_questions(request, config, reporter, models))
+
+
 def make_answer(request: Request, question: str, text: str, finish: str, warnings: tuple[str, ...]) -> Answer:
     size = len(request.data or b"")
     quote = "the quoted\n  [red]words[/red]\x1b[31m"
