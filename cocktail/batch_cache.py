@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,15 @@ class BatchCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Any, Any]:
         """Stores a row for each cache, [1, num_kv_heads, rows, head_dim], and returns the view to attend to."""
-        for row, cache in enumerate(self.caches):
-            layer = cache.kv_layers[layer_idx]
-            slot = layer.context_kept + cache.tail_len
-            layer.key[:, slot] = key_states[0, :, row]
-            layer.value[:, slot] = value_states[0, :, row]
-        view = self.view(layer_idx)
+        view = self.tail_view(layer_idx, len(self.caches))
+        assert view is not None
+        view.write(key_states[0], value_states[0])
         return view, view
 
-    def view(self, layer_idx: int) -> BatchView:
-        """The view of the pass's rows in a layer; they are written to the `slots` of the view before it attends."""
+    def tail_view(self, layer_idx: int, rows: int) -> BatchView | None:
+        """The view of the pass's rows in a layer, which the caller writes first; None for another number of rows."""
+        if rows != len(self.caches):
+            return None
         layers = [cache.kv_layers[layer_idx] for cache in self.caches]
         stops = [layer.context_kept + cache.tail_len + 1 for layer, cache in zip(layers, self.caches, strict=True)]
         if layers[0].window is not None:
@@ -92,7 +91,17 @@ class BatchView:
         rows = [view.attend(query[:, row : row + 1], scaling) for row, view in enumerate(self.views)]
         return torch.cat(rows, dim=1)
 
-    def slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a row's key and value are written, each [num_kv_heads, head_dim]."""
-        layer, slot = self.layers[row], self.stops[row] - 1
-        return layer.key[:, slot], layer.value[:, slot]
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Puts the rows' keys and values, each [num_kv_heads, rows, head_dim], into the last slots that they see."""
+        for row, (layer, stop) in enumerate(self._ends()):
+            layer.key[:, stop - 1] = key[:, row]
+            layer.value[:, stop - 1] = value[:, row]
+
+    def written(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of what these slots hold, as `write` takes it."""
+        slots = [(layer.key[:, stop - 1], layer.value[:, stop - 1]) for layer, stop in self._ends()]
+        key, value = zip(*slots, strict=True)
+        return torch.stack(key, dim=1), torch.stack(value, dim=1)
+
+    def _ends(self) -> Iterator[tuple[LayerKV, int]]:
+        return zip(self.layers, self.stops, strict=True)

@@ -177,18 +177,24 @@ def test_logits_are_those_of_a_pass_alone(batch: Batch) -> None:
     assert together.get_seq_length() == max(lengths)
 
 
-def test_the_rows_of_a_view_have_slots(batch: Batch) -> None:
-    """What compiled layers write is where a pass's update writes."""
+def test_a_view_writes_where_an_update_does(batch: Batch) -> None:
+    """What compiled layers do in place of an update."""
     caches = [batch.member(index)[0].cache for index in range(2)]
     together = BatchCache(caches)
     together.begin()
-    key, value = torch.randn(2, 1, 2, 2, 16)
-    together.update(key, value, 1)
-    view = together.view(1)
-    for row in range(2):
-        own_key, own_value = view.slots(row)
-        assert torch.equal(own_key, key[0, :, row])
-        assert torch.equal(own_value, value[0, :, row])
+    key, value, query = torch.randn(3, 1, 4, 2, 16)
+    updated, _ = together.update(key[:, :2], value[:, :2], 1)
+    expected = updated.attend(query[0], 0.25)
+    updated.write(torch.zeros(2, 2, 16), torch.zeros(2, 2, 16))
+    view = together.tail_view(1, 2)
+    assert view is not None
+    view.write(key[0, :2], value[0, :2])
+    assert torch.equal(view.attend(query[0], 0.25), expected)
+    for found, wanted in zip(view.written(), (key, value), strict=True):
+        assert torch.equal(found, wanted[0, :2])
+    for row, cache in enumerate(caches):
+        assert torch.equal(cache.kv_layers[1].key[:, cache.tail_len], key[0, :2, row])
+    assert together.tail_view(1, 3) is None
 
 
 def test_more_questions_than_there_is_room_for_are_refused(batch: Batch) -> None:
