@@ -179,6 +179,12 @@ class DocumentStore:
                     found.append(path)
         return self._by_use(found)
 
+    def same_start(self, key: KvKey) -> Iterator[tuple[Path, list[str]]]:
+        """Files of whole documents after the same template, computed alike, each with its `block_digests`."""
+        for path, held in self._kv_files(f"{key.folder}/*.safetensors"):
+            if all(held.get(name) == getattr(key, name) for name in ("template", "form", "kept")):
+                yield path, str(held.get("blocks")).split()
+
     def _kv_metadata(self, pattern: str) -> Iterator[Mapping[str, str]]:
         return (metadata for _, metadata in self._kv_files(pattern))
 
@@ -302,7 +308,8 @@ class DocumentStore:
                 used[document] = max(used.get(document, 0.0), status.st_mtime)
         for held in self._kv_metadata("*/*.safetensors"):
             tokens, document = str(held.get("document_tokens")), str(held.get("document"))[:16]
-            forms.setdefault(document, {})[str(held.get("form"))] = None
+            if "form" in held:  # other versions' files may have none
+                forms.setdefault(document, {})[held["form"]] = None
             known = models.setdefault(document, {})
             known[str(held.get("model_name"))] = int(tokens) if tokens.isdecimal() else 0
         entries = []

@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import filelock
@@ -18,7 +19,7 @@ from cocktail.disk import map_disk_errors
 from cocktail.document import Document, document_bytes, extractor_version, read_document
 from cocktail.document_store import NOT_READ, DocumentStore, absolute
 from cocktail.errors import ModelError
-from cocktail.kv_key import KvKey, digest
+from cocktail.kv_key import KvKey, block_digests, digest
 from cocktail.model_folder import models_dir, weights_key
 from cocktail.report import Reporter
 from cocktail.score import KeepVectors
@@ -26,6 +27,7 @@ from cocktail.score import KeepVectors
 if TYPE_CHECKING:
     from cocktail.context import LayerContext
     from cocktail.job import Job
+    from cocktail.kept_beginning import KeptBeginning
     from cocktail.kv_file import KvFile, KvFileWriter
     from cocktail.kv_form import KvForm
     from cocktail.model import LoadedModel
@@ -110,8 +112,10 @@ class KeptKV:
     def __init__(self, kept: KeptDocument, job: Job, loaded: LoadedModel) -> None:
         self._store, self._document, self._job, self._loaded = kept.store, kept, job, loaded
         self.stats = kept.stats
+        self._accelerator = None if loaded.offload is None else loaded.offload.accelerator
         self._form = _kv_form(kept, job, loaded)
         if self._store is not None:
+            self._blocks = block_digests(job.context_ids)
             self._key = _kv_key(kept, job, loaded)
             self._path = self._store.kv_path(self._key)
 
@@ -143,6 +147,27 @@ class KeptKV:
         self.stats = CacheStats(self.stats.document, "hit")
         return found
 
+    def beginning(self) -> KeptBeginning | None:
+        """What is kept of a document that begins like this one; `stats` then says how much."""
+        from cocktail.kept_beginning import find_beginning
+
+        # What is rounded is no beginning: the rows after it are computed from exact keys and values.
+        if self._store is None or self._document.why_no_kv is not None or self._key.form != "exact":
+            return None
+        if self._key.kept != "all":
+            return None
+        segment_tokens, total = self._job.segment_tokens, self._job.layout.context_len
+        found = find_beginning(self._store, self._key, self._blocks, self._form, segment_tokens, self._accelerator)
+        if found is not None:
+            self.stats = CacheStats(self.stats.document, "miss", f"{found.tokens:,} of {total:,} tokens were kept")
+        return found
+
+    def beginning_is_damaged(self, path: Path) -> None:
+        """Removes the file that it lay in."""
+        assert self._store is not None
+        self._store.damaged(path)
+        self.stats = CacheStats(self.stats.document, "miss", "what was kept is damaged")
+
     def damaged(self) -> None:
         """Removes what is kept, which is not what was written."""
         assert self._store is not None
@@ -166,6 +191,7 @@ class KeptKV:
             **asdict(self._key),
             "path": absolute(self._document.document.path),
             "model_name": job.reading.folder.name,
+            "blocks": " ".join(self._blocks),
             "document_tokens": str(len(job.reading.tokenized.token_ids)),
         }
         with ExitStack() as stack:

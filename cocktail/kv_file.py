@@ -141,11 +141,19 @@ class KvFile:
         Raises:
             DamagedKVError: They are not what was written.
         """
+        return self._form.decode(self.parts(index))
+
+    def parts(self, index: int) -> list[torch.Tensor]:
+        """A layer's parts as they lie in the file, in the order of its form.
+
+        Raises:
+            DamagedKVError: They are not what was written.
+        """
         spans = [self._spans[f"layers.{index}.{part.name}"] for part in self._form.parts]
         first, last = (self._start + offset for offset in (spans[0]["data_offsets"][0], spans[-1]["data_offsets"][1]))
         if _digest(self._mapped[first:last]) != int(self._digests[1 + index]):
             raise DamagedKVError(f"layer {index} was changed")
-        return self._form.decode([self._view(span) for span in spans])
+        return [self._view(span) for span in spans]
 
     def _view(self, span: Mapping[str, Any]) -> torch.Tensor:
         first, last = (self._start + offset for offset in span["data_offsets"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 # Of the layout of all files that are kept; those of another one are not looked at, and pruned like others.
 VERSION = 2
+# Tokens of a block whose digest a file has.
+BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,15 @@ DIFFERENCES = {
     "kept": "kept chunks differ",
     "tokens": "the text differs",
 }
+
+
+def block_digests(token_ids: Sequence[int]) -> list[str]:
+    """A digest of each whole block of tokens and all before it: contexts that begin alike begin with the same ones."""
+    found, last = [], ""
+    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        last = digest(last, *token_ids[start : start + BLOCK_TOKENS])[:32]
+        found.append(last)
+    return found
 
 
 def digest(*values: object) -> str:

@@ -36,6 +36,17 @@ class ContextSource(Protocol):
         """A layer's, on the device."""
 
 
+class ContextBeginning(Protocol):
+    """Has the unquantized KV of a context's first tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+
+    def fill(self, index: int, context: LayerContext) -> None:
+        """Writes a layer's to the front of its context."""
+
+
 @dataclass
 class StoredContext:
     """A document's unquantized KV in host memory, layer by layer, from which any question's cache can be sealed.
@@ -91,6 +102,7 @@ def prefill(
     plan: BitPlan,
     *,
     stored: ContextSink | None = None,
+    beginning: ContextBeginning | None = None,
     segment_tokens: int = MAX_SEGMENT_TOKENS,
     offload: Offload | None = None,
     hidden_on_host: bool = False,
@@ -109,6 +121,7 @@ def prefill(
         suffix_ids: [suffix_len], int64, suffix_len >= 1: question and the rest of the template.
         plan: bits of every chunk.
         stored: if given, receives every layer's unquantized context before it is quantized.
+        beginning: if given, has the first tokens' KV, which are not run.
         segment_tokens: rows of one segment.
         offload: holds the model's weights, if an accelerator and host memory share them.
         hidden_on_host: hidden states are kept in host memory; only a segment of them is on the accelerator.
@@ -119,7 +132,8 @@ def prefill(
         Logits of the last suffix position, [vocab_size], the model's dtype.
     """
     context_len, suffix_len = context_ids.shape[0], suffix_ids.shape[0]
-    assert context_len == cache.layout.context_len
+    known = 0 if beginning is None else beginning.tokens
+    assert known <= context_len == cache.layout.context_len
     cache.reserve(plan)
     device = cache.device
     windows = set(cache.geometry.windows)
@@ -133,21 +147,25 @@ def prefill(
         nonlocal context
         if stored is not None and index > 0 and stored.shares(context):
             context = cache.new_context()
+        if beginning is not None:
+            beginning.fill(index, context)
         for start, stop in cut(context_len, segment_tokens):
-            cache.begin_context(context, start, masks.get(cache.geometry.windows[index]))
-            run(start, stop)
+            if stop > known:
+                start = max(start, known)
+                cache.begin_context(context, start, masks.get(cache.geometry.windows[index]))
+                run(start - known, stop - known)
         if stored is not None:
             stored.append(context)
         cache.seal(index, context, plan)
         for start, stop in cut(suffix_len, segment_tokens):
             positions = torch.arange(context_len + start, context_len + stop, device=device)
             cache.begin_tail(start, causal_rows(start, stop - start, device), positions)
-            run(context_len + start, context_len + stop)
+            run(context_len - known + start, context_len - known + stop)
         advance(1)
 
     with rows.whole_pass(), layer_major(model, run_layer, rows):
-        ids = torch.cat([context_ids, suffix_ids])
-        positions = torch.arange(context_len + suffix_len, device=ids.device)
+        ids = torch.cat([context_ids[known:], suffix_ids])
+        positions = torch.arange(known, context_len + suffix_len, device=ids.device)
         logits = forward_logits(model, ids, positions, cache, logits_to_keep=1)
     cache.commit(range(suffix_len))
     return logits[-1]

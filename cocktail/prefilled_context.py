@@ -15,6 +15,7 @@ from cocktail.config import Config
 from cocktail.context import ContextLayout
 from cocktail.history import FollowedContext, History
 from cocktail.job import Job
+from cocktail.kept_beginning import KeptBeginning
 from cocktail.kept_context import KeepingKV, KeptKV, Sinks
 from cocktail.kv_cache import MixedKVCache
 from cocktail.kv_file import DamagedKVError
@@ -89,8 +90,8 @@ class PrefilledContext:
             # Nothing may map a file that is to be removed.
             self.source = None
             self._kept.damaged()
-        self.stats, self._was_read = self._kept.stats, True
         found = self._prefill(ids, plan)
+        self.stats, self._was_read = self._kept.stats, True
         if history is None:
             return found
         assert self.source is not None
@@ -158,6 +159,20 @@ class PrefilledContext:
             self._keeping.close()
 
     def _prefill(self, ids: Sequence[int], plan: BitPlan) -> tuple[MixedKVCache, torch.Tensor]:
+        """Reads the document, but for a beginning that another one left in the store."""
+        beginning = self._kept.beginning()
+        if beginning is not None:
+            with suppress(DamagedKVError):
+                return self._prefill_after(beginning, ids, plan)
+            path = beginning.path
+            # Nothing may map a file that is to be removed.
+            del beginning
+            self._kept.beginning_is_damaged(path)
+        return self._prefill_after(None, ids, plan)
+
+    def _prefill_after(
+        self, beginning: KeptBeginning | None, ids: Sequence[int], plan: BitPlan
+    ) -> tuple[MixedKVCache, torch.Tensor]:
         job, loaded, offload = self._job, self._loaded, self._loaded.offload
         accelerator = None if offload is None else offload.accelerator
         stored = StoredContext(accelerator) if job.keeps_context else None
@@ -179,6 +194,7 @@ class PrefilledContext:
                     suffix_ids,
                     plan,
                     stored=Sinks(sinks),
+                    beginning=beginning,
                     segment_tokens=job.segment_tokens,
                     offload=offload,
                     hidden_on_host=on_host,

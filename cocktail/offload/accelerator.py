@@ -66,6 +66,12 @@ class Accelerator:
         self.link.occupy(tensor.nbytes, began)
         return copy
 
+    def fetch_into(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Copies a tensor in host memory to one on the device."""
+        began = time.perf_counter()
+        into.copy_(tensor)
+        self.link.occupy(tensor.nbytes, began)
+
     def store(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
         """Copies a tensor on the device to one in host memory."""
         began = time.perf_counter()

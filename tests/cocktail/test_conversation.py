@@ -82,7 +82,7 @@ def least_budget(path: Path, config: Config) -> int:
     return int(float(hint[:-2]) * {"kB": 1e3, "MB": 1e6}[hint[-2:]])
 
 
-@pytest.mark.parametrize("budget", [None, 10**9, 5_500_000])
+@pytest.mark.parametrize("budget", [None, 10**9, 6_500_000])
 @pytest.mark.parametrize("draft", ["off", "ngram"])
 def test_each_answer_is_the_models_to_all_that_was_said(
     budget: int | None, draft: str, document: Path, config: Config
@@ -92,7 +92,9 @@ def test_each_answer_is_the_models_to_all_that_was_said(
         for question in QUESTIONS:
             answer = talk.ask(question)
             assert answer.kv.policy == "fp16"
-            assert (answer.plan.offloaded_layers > 0) == (budget == 5_500_000), least_budget(document, config)
+            assert (answer.plan.offloaded_layers > 0) == (budget == 6_500_000), least_budget(document, config)
+            assert talk._open is not None
+            assert talk._open.job.residency.history_bits == 16
         assert [turn.question for turn in talk.history.turns] == list(QUESTIONS)
         assert_is_the_models(talk, config, answers=len(QUESTIONS))
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cocktail import document_store
+from cocktail.context import KVGeometry
 from cocktail.document import Document, Page
 from cocktail.document_store import DocumentStore
+from cocktail.kv_file import KvFileWriter
+from cocktail.kv_form import ExactForm, KvShape
 from cocktail.kv_key import KvKey, digest
 from tests.cocktail.notes import Notes
 
@@ -134,3 +140,64 @@ def test_a_key_s_parts_do_not_run_together() -> None:
     assert KEY.name == replace(KEY).name
     names = {replace(KEY, **{field: "other"}).name for field in KEY.__dataclass_fields__}
     assert len(names | {KEY.name}) == 1 + len(KEY.__dataclass_fields__)
+
+
+def kept_kv(store: DocumentStore, key: KvKey, used: int) -> Path:
+    """A file of a key's, last used then."""
+    form = ExactForm(KvShape(KVGeometry(1, 8, (None,)), 1, 50, torch.bfloat16))
+    path = store.kv_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = KvFileWriter(path, form, 1, {**asdict(key), "path": "/a.txt"})
+    writer.append([torch.zeros(part.shape, dtype=part.dtype) for part in form.parts])
+    writer.finish()
+    os.utime(path, (used, used))
+    return path
+
+
+def test_of_a_document_over_the_window_other_chunks_go_before_other_documents(store: DocumentStore) -> None:
+    """Each question about it may keep others."""
+    mine = [replace(KEY, kept=str(number), tokens=str(number)) for number in range(4)]
+    others = [replace(KEY, document="cd" * 32), replace(KEY, template="u"), replace(KEY, kept="0", form="int8")]
+    paths = [kept_kv(store, key, 10 - number) for number, key in enumerate(mine[:3])]
+    other_paths = [kept_kv(store, key, number) for number, key in enumerate(others)]
+    assert store.other_kept_sets(mine[3]) == paths[::-1]
+    assert store.other_kept_sets(mine[0]) == paths[:0:-1]
+    assert store.other_kept_sets(KEY) == []
+    size = paths[0].stat().st_size
+    store.limit_bytes = 6 * size
+    assert store.make_room(2 * size, store.other_kept_sets(mine[3]))
+    assert [path.exists() for path in paths] == [True, False, False]
+    assert all(path.exists() for path in other_paths)
+    # Once there are none, as ever.
+    assert store.make_room(5 * size, store.other_kept_sets(mine[3]))
+    assert [path.exists() for path in (*paths, *other_paths)] == [False, False, False, False, False, True]
+
+
+def test_files_are_counted_once_while_there_is_room(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    prune = store.prune
+
+    def watched(*arguments: Any) -> int:
+        counted.append(1)
+        return prune(*arguments)
+
+    monkeypatch.setattr(store, "prune", watched)
+    for extractor in ("1", "2", "3"):
+        store.keep_document(DOCUMENT, DATA, extractor, None)
+    assert len(counted) == 1
+    held = sum(path.stat().st_size for path in store.files())
+    store.limit_bytes = held + 5
+    store.keep_document(DOCUMENT, DATA, "4", None)
+    assert len(counted) == 2
+    assert len(store.files()) == 3
+
+
+def test_why_nothing_is_kept_is_found_without_reading_texts(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.keep_document(DOCUMENT, DATA, "1", None)
+    monkeypatch.setattr(document_store, "read_sealed", lambda _: pytest.fail("a text was read"))
+    assert store.why_no_kv(KEY, "a.pdf") == "the file has changed"
+    assert store.why_no_kv(KEY, "b.pdf") == "not read before"
+    [entry] = store.entries()
+    assert entry.paths == (str(Path("a.pdf").absolute()),)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,16 @@ from cocktail.offload.accelerator import Accelerator
 
 GEOMETRY, TOKENS = KVGeometry(2, 16, (None, 8, None)), 37
 FORMS: dict[str, Callable[[KvShape], KvForm]] = {"exact": ExactForm, "int8": Int8Form}
+
+
+@pytest.fixture(params=[False, True], ids=["host", "accelerator"])
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator | None]:
+    """What layers' contexts are on: host memory, then an emulated device."""
+    if not request.param:
+        yield None
+        return
+    with closing(Accelerator.emulated(10**9, None)) as emulated:
+        yield emulated
 
 
 def form_of(
@@ -49,9 +60,7 @@ def written(path: Path, dtype: torch.dtype = torch.bfloat16, accelerator: Accele
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("on_accelerator", [False, True])
-def test_what_is_read_is_what_was_written(dtype: torch.dtype, on_accelerator: bool, tmp_path: Path) -> None:
-    accelerator = Accelerator.emulated(10**9, None) if on_accelerator else None
+def test_what_is_read_is_what_was_written(dtype: torch.dtype, accelerator: Accelerator | None, tmp_path: Path) -> None:
     path = written(tmp_path / "a.safetensors", dtype, accelerator)
     found = KvFile(path, form_of("exact", dtype, accelerator))
     for index, context in enumerate(contexts(dtype)):
@@ -116,13 +125,11 @@ def test_what_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("on_accelerator", [False, True])
 # Whole blocks and none, one token more and fewer, and more than is rounded at a time.
 @pytest.mark.parametrize("tokens", [6, 37, 132, 133, 134, 700])
 def test_eight_bits_are_read_as_the_first_run_rounded_them(
-    dtype: torch.dtype, on_accelerator: bool, tokens: int, tmp_path: Path
+    dtype: torch.dtype, accelerator: Accelerator | None, tokens: int, tmp_path: Path
 ) -> None:
-    accelerator = Accelerator.emulated(10**9, None) if on_accelerator else None
     form = form_of("int8", dtype, accelerator, tokens)
     rounded = contexts(dtype, tokens)
     writer = KvFileWriter(tmp_path / "a", form, GEOMETRY.num_layers, {})

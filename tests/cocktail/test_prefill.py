@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from cocktail import attention
 from cocktail.attention import forward_logits
 from cocktail.bit_plan import plan_bits
-from cocktail.context import ContextLayout, KVGeometry
+from cocktail.context import ContextLayout, KVGeometry, LayerContext
 from cocktail.decode import generate
 from cocktail.kernels.segment import UNQUANTIZED
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import StoredContext, causal_rows, extend, prefill
 from cocktail.sampling import Sampler
+from tests.cocktail.offloading import offloaded, plan_of
 
 MakeModel = Callable[..., PreTrainedModel]
 PREFIX, CHUNK = 5, 16
@@ -135,6 +138,72 @@ def test_later_question_on_the_stored_context_equals_a_cold_run(family: str, mak
         for mine, theirs in zip(one.segments, other.segments, strict=True):
             assert torch.equal(mine.key, theirs.key)
             assert torch.equal(mine.value, theirs.value)
+
+
+@dataclass
+class Beginning:
+    """The first tokens of a context that was read before."""
+
+    stored: StoredContext
+    tokens: int
+
+    def fill(self, index: int, context: LayerContext) -> None:
+        kept = self.stored.layer(index)
+        context.key[:, : self.tokens] = kept.key[:, : self.tokens]
+        context.value[:, : self.tokens] = kept.value[:, : self.tokens]
+
+
+@pytest.mark.parametrize("context_len", [150, 192, 128])
+def test_a_context_that_begins_like_another_one_equals_a_cold_run(
+    family: str, context_len: int, make_model: MakeModel
+) -> None:
+    model = make_model(family, "cocktail")
+    before, after = random_ids(140), random_ids(context_len + 20, seed=9)
+    after[:128] = before[:128]
+    stored = StoredContext()
+    run_prefill(model, torch.cat([before, before[:9]]), 140, "cocktail-paper", 8, stored=stored, segment_tokens=64)
+    cold, warm = StoredContext(), StoredContext()
+    _, cold_logits = run_prefill(model, after, context_len, "cocktail-paper", 8, stored=cold, segment_tokens=64)
+    rows: list[int] = []
+    hook = (
+        model.get_decoder()
+        .layers[0]
+        .register_forward_pre_hook(
+            lambda _, args, kwargs: rows.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+            with_kwargs=True,
+        )
+    )
+    _, warm_logits = run_prefill(
+        model, after, context_len, "cocktail-paper", 8, stored=warm, segment_tokens=64, beginning=Beginning(stored, 128)
+    )
+    hook.remove()
+    assert rows == [context_len - 128 + 20]
+    assert torch.equal(warm_logits, cold_logits)
+    for one, other in zip(cold.layers, warm.layers, strict=True):
+        assert torch.equal(one.key, other.key)
+        assert torch.equal(one.value, other.value)
+
+
+@pytest.mark.parametrize("segment_tokens", [64, 256])
+def test_a_later_question_with_its_hidden_states_on_the_host_is_the_same(
+    segment_tokens: int, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model("llama", "cocktail").save_pretrained(tmp_path)
+    ids, found = random_ids(300), []
+    for on_host in (False, True):
+        plan = plan_of(3, 2, hidden_on_host=on_host)
+        with offloaded(tmp_path, plan, limit_bytes=10**8) as (model, offload):
+            where: dict[str, Any] = {
+                "segment_tokens": segment_tokens,
+                "offload": offload,
+                "hidden_on_host": on_host,
+            }
+            cache, first = run_prefill(model, ids[:150], 100, "cocktail-paper", 150, **where)
+            offload.restart_peak()
+            found.append((first, extend(model, cache, ids[150:], **where), offload.peak_bytes))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][2] > found[1][2]
 
 
 def test_rollback_then_other_tokens_equals_a_run_without_the_removed(family: str, make_model: MakeModel) -> None:

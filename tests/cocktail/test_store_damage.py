@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from cocktail import document_store, kept_context, kv_file, kv_key, score, sealed_file
+from cocktail import document_store, kept_context, kv_file, kv_key, score
 from cocktail.answer import CacheStats
 from cocktail.config import Config
 from cocktail.document import Document, Page
@@ -166,7 +166,8 @@ def test_complaint_52_a_run_over_a_full_disk_answers(
         # After it was seen to have room.
         monkeypatch.setattr(document_store, "check_space", lambda *_: None)
         root = open_store(config, SilentReporter()).root
-        with (root / "other").open("wb") as other:
+        # By another program: no file of the store's.
+        with (root / ".other").open("wb") as other:
             other.write(bytes(shutil.disk_usage(root).free - 40_000))
     reporter = Recording()
     [answer] = ask(document, config, reporter=reporter)
@@ -220,7 +221,7 @@ def test_a_folder_that_is_read_only_is_noted_once(
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(sealed_file.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr("cocktail.sealed_file.tempfile.mkstemp", refuse)
     reporter = Recording()
     [answer] = ask(document, config, reporter=reporter)
     assert answer.answer == expected.answer
@@ -272,8 +273,8 @@ def test_an_interrupt_while_files_are_written_leaves_whole_ones_or_none(
 
     with monkeypatch.context() as patched:
         for place, name in (
-            (sealed_file.os, "fsync"),
-            (sealed_file.os, "replace"),
+            (os, "fsync"),
+            (os, "replace"),
             (kv_file, "_table"),
             (kv_file.KvFileWriter, "append"),
         ):

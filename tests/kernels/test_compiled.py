@@ -259,9 +259,9 @@ print(code_folder().path)
             "decoder_layer_cpu.finish_row",
             "decoder_layer_cpu.project_row",
             "dense_linear_cpu.multiply",
-            "few_rows_layer_cpu.prepare_item",
-            "few_rows_layer_cpu.product_item",
-            "few_rows_layer_cpu.rotate_item",
+            "few_rows_steps_cpu.prepare_item",
+            "few_rows_steps_cpu.product_item",
+            "few_rows_steps_cpu.rotate_item",
         }
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("numba")
 
-from cocktail.kernels import few_rows_layer_cpu as module
+from cocktail.kernels import few_rows_steps_cpu as module
 from cocktail.kernels.few_rows_layer_cpu import FewRowsLayer, takes
 from cocktail.kernels.layer_weights import LayerWeights
 from cocktail.kernels.limits import STEP_ROWS
