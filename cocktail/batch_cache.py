@@ -97,7 +97,7 @@ class BatchView:
             layer.key[:, stop - 1] = key[:, row]
             layer.value[:, stop - 1] = value[:, row]
 
-    def written(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of what these slots hold, as `write` takes it."""
         slots = [(layer.key[:, stop - 1], layer.value[:, stop - 1]) for layer, stop in self._ends()]
         key, value = zip(*slots, strict=True)

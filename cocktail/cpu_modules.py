@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
+from cocktail.batch_cache import BatchCache, BatchView
 from cocktail.kernels.compiled import cpu_kernels
 from cocktail.kernels.dense_linear import dense_linear
 from cocktail.kernels.layer_weights import LayerWeights
@@ -112,7 +113,7 @@ class _CompiledStep:
         weights = None if view is None else self._weights(hidden_states)
         if view is None or weights is None or self.agrees is False or not weights.take(rows):
             return self._own(hidden_states, *args, **kwargs)
-        slots = [tensor[:, view.stop - rows : view.stop] for tensor in (view.layer.key, view.layer.value)]
+        slots = view.slots(rows)
         output = self._step(weights, hidden_states, view, slots, kwargs["position_embeddings"])
         if self.agrees is None:
             # Both ways write the same slots, so what they hold is compared too: a difference in rotation shows there.
@@ -120,15 +121,17 @@ class _CompiledStep:
             expected = self._own(hidden_states, *args, **kwargs)
             self._gives_tuple = isinstance(expected, tuple)
             wanted = expected[0] if self._gives_tuple else expected
-            rows_agree = all(_agree(ours, own, own) for ours, own in zip(written, slots, strict=True))
+            rows_agree = all(_agree(ours, own, own) for ours, own in zip(written, view.slots(rows), strict=True))
             self.agrees = rows_agree and _agree(output - hidden_states, wanted - hidden_states, wanted)
             return expected
         return (output,) if self._gives_tuple else output
 
-    def _view(self, x: torch.Tensor, rows: int, kwargs: dict[str, Any]) -> TailView | None:
+    def _view(self, x: torch.Tensor, rows: int, kwargs: dict[str, Any]) -> TailView | BatchView | None:
         """What the rows attend to, or None for a pass that is not one at the tail as the compiled code takes it."""
         cache, rotary = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("position_embeddings")
-        if not 1 <= rows <= FEW_ROWS or not isinstance(cache, MixedKVCache) or rotary is None or not x.is_contiguous():
+        if not isinstance(cache, MixedKVCache | BatchCache) or rotary is None:
+            return None
+        if not 1 <= rows <= FEW_ROWS or not x.is_contiguous():
             return None
         is_whole = rotary[0].numel() == rows * self._layer.self_attn.head_dim
         if not is_whole or rotary[0].dtype != x.dtype or x.is_cuda or x.itemsize != 2:
@@ -181,7 +184,7 @@ class _CompiledStep:
         self,
         weights: _Weights,
         x: torch.Tensor,
-        view: TailView,
+        view: TailView | BatchView,
         slots: Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
@@ -191,10 +194,12 @@ class _CompiledStep:
         if weights.row is None or slots[0].shape[1] > 1:
             assert weights.few_rows is not None
             query = weights.few_rows.project(x, cos, sin, *slots)
+            view.write(*slots)
             return weights.few_rows.finish(x, view.attend(query, scaling).transpose(0, 1).contiguous())
         from cocktail.kernels.decoder_layer_cpu import finish, project
 
         query = project(weights.row, x, cos, sin, *(slot[:, 0] for slot in slots))
+        view.write(*slots)
         return finish(weights.row, x, view.attend(query, scaling).contiguous())
 
 

@@ -382,6 +382,14 @@ class TailView:
     mask: torch.Tensor | None
     tail_len: torch.Tensor | None = None
 
+    def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last `rows` slots, each [num_kv_heads, rows, head_dim], themselves."""
+        span = slice(self.stop - rows, self.stop)
+        return self.layer.key[:, span], self.layer.value[:, span]
+
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Puts what was written to `slots` into the cache, where it is already."""
+
     def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention over segments and visible tail slots: [num_heads, rows, head_dim] to the same shape."""
         key, value = self.layer.key[:, : self.stop], self.layer.value[:, : self.stop]

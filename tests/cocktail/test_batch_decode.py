@@ -190,7 +190,7 @@ def test_a_view_writes_where_an_update_does(batch: Batch) -> None:
     assert view is not None
     view.write(key[0, :2], value[0, :2])
     assert torch.equal(view.attend(query[0], 0.25), expected)
-    for found, wanted in zip(view.written(), (key, value), strict=True):
+    for found, wanted in zip(view.slots(2), (key, value), strict=True):
         assert torch.equal(found, wanted[0, :2])
     for row, cache in enumerate(caches):
         assert torch.equal(cache.kv_layers[1].key[:, cache.tail_len], key[0, :2, row])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cocktail.attention import forward_logits
+from cocktail.batch_cache import BatchCache
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.cpu_modules import _agree, compiled_layers, layer_weights, use_cpu_kernels
@@ -52,6 +54,30 @@ def test_steps_are_those_of_transformers(family: str, dtype: torch.dtype, inner:
         stop = one.context_kept + cache.tail_len
         for mine, theirs in ((one.key, other.key), (one.value, other.value)):
             assert_close_rms(mine[:, :stop], theirs[:, :stop], 2e-2, "cache")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_several_caches_are_those_of_transformers(
+    family: str, dtype: torch.dtype, make_model: MakeModel
+) -> None:
+    model, plain = (make_model(family, "cocktail", intermediate_size=128).to(dtype) for _ in range(2))
+    use_cpu_kernels(model)
+    batch, plain_batch = (BatchCache([read(decoder) for _ in range(3)]) for decoder in (model, plain))
+    for caches in (batch, plain_batch):
+        caches.caches[1].trim(2)
+    for token in range(4):
+        ids, logits = torch.tensor([token + 20, token + 90, token + 40]), []
+        for decoder, caches in ((model, batch), (plain, plain_batch)):
+            caches.begin()
+            logits.append(forward_logits(decoder, ids, caches.positions, caches, logits_to_keep=0))
+            caches.commit()
+        assert_close_rms(logits[0], logits[1], 2e-2, f"{family} {token}")
+    assert compiled_layers(model) == (COMPILED.get(family, 0), 3)
+    for cache, plain_cache in zip(batch.caches, plain_batch.caches, strict=True):
+        for one, other in zip(cache.kv_layers, plain_cache.kv_layers, strict=True):
+            stop = one.context_kept + cache.tail_len
+            assert_close_rms(one.key[:, :stop], other.key[:, :stop], 2e-2, "keys")
+            assert_close_rms(one.value[:, :stop], other.value[:, :stop], 2e-2, "values")
 
 
 def test_biases_of_attention_are_added(make_model: MakeModel) -> None:
