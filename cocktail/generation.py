@@ -48,11 +48,22 @@ class GenerationStream:
         on_reasoning: Callable[[str], None] = lambda piece: None,
         on_token: Callable[[], None] = lambda: None,
     ) -> None:
-        self.result = Generation()
-        self._eos_token_ids, self._max_tokens = eos_token_ids, max_tokens
-        self._on_text, self._on_reasoning, self._on_token = on_text, on_reasoning, on_token
+        self.result = result = Generation()
+        self._eos_token_ids, self._max_tokens, self._on_token = eos_token_ids, max_tokens, on_token
         self._detokenizer, self._matcher = Detokenizer(tokenizer), StopMatcher(stop)
-        self._splitter = ReasoningSplitter(self._answer, self._reason, inside=in_reasoning)
+
+        # Methods would make a circle, and what `on_token` knows of would outlive the answer: a cache.
+        def answer(piece: str) -> None:
+            piece = piece if result.text else piece.lstrip()
+            if piece:
+                result.text += piece
+                on_text(piece)
+
+        def reason(piece: str) -> None:
+            result.reasoning += piece
+            on_reasoning(piece)
+
+        self._splitter = ReasoningSplitter(answer, reason, inside=in_reasoning)
 
     @property
     def tokens_left(self) -> int:
@@ -81,13 +92,3 @@ class GenerationStream:
         self._splitter.flush()
         self.result.steps = steps
         return self.result
-
-    def _answer(self, piece: str) -> None:
-        piece = piece if self.result.text else piece.lstrip()
-        if piece:
-            self.result.text += piece
-            self._on_text(piece)
-
-    def _reason(self, piece: str) -> None:
-        self.result.reasoning += piece
-        self._on_reasoning(piece)

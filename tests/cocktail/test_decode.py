@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from cocktail import interrupts
 from cocktail.bit_plan import plan_bits
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.decode import generate
-from cocktail.generation import Generation
+from cocktail.generation import Generation, GenerationStream
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import extend, prefill
 from cocktail.sampling import Sampler
@@ -201,6 +202,24 @@ def test_complaint_45_reasoning_is_kept_from_the_answer(run: Run, in_reasoning: 
     )
     assert (result.text, result.reasoning, result.finish_reason) == ("c.", "ab", "stop")
     assert "".join(thoughts) == "ab"
+
+
+def test_what_hears_of_tokens_goes_with_the_answer() -> None:
+    """At once, not at the next collection of circles: it may know of a cache."""
+
+    class Listener:
+        def __call__(self) -> None:
+            pass
+
+    listener: Listener | None = Listener()
+    held = weakref.ref(listener)
+    stream: GenerationStream | None = GenerationStream(
+        TOKENIZER, eos_token_ids=(), stop=(), max_tokens=2, in_reasoning=False, on_token=listener
+    )
+    assert stream is not None
+    assert stream.take(1)
+    listener = stream = None
+    assert held() is None
 
 
 def interrupt_at(step: int) -> Callable[..., None]:
