@@ -211,14 +211,11 @@ def test_what_hears_of_tokens_goes_with_the_answer() -> None:
         def __call__(self) -> None:
             pass
 
-    listener: Listener | None = Listener()
+    listener = Listener()
     held = weakref.ref(listener)
-    stream: GenerationStream | None = GenerationStream(
-        TOKENIZER, eos_token_ids=(), stop=(), max_tokens=2, in_reasoning=False, on_token=listener
-    )
-    assert stream is not None
+    stream = GenerationStream(TOKENIZER, eos_token_ids=(), stop=(), max_tokens=2, in_reasoning=False, on_token=listener)
     assert stream.take(1)
-    listener = stream = None
+    del listener, stream
     assert held() is None
 
 
