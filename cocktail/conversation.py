@@ -26,7 +26,7 @@ from cocktail.model_source import resolve_model
 from cocktail.out_of_memory import memory_errors
 from cocktail.planner import kv_bytes
 from cocktail.prefilled_context import PrefilledContext
-from cocktail.prompt import Prompt, build_follow_up
+from cocktail.prompt import Prompt, build_follow_up, filler
 from cocktail.reading import Reader, Reading
 from cocktail.ready_kernels import ready_job_kernels
 from cocktail.report import Recorder, Reporter
@@ -38,7 +38,6 @@ QUESTION_CHARS = 500
 HISTORY_SHARE = 8
 # A document that fills the window is read anew for a question if one of so many chunks closest to it was left out.
 _BEST_CHUNKS = 8
-_FILLER = "a word of a text " * 40
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Conversation:
             UsageError: there is no room for the document.
         """
         config, reader = self._config, self._reader
-        passages, longest = [_FILLER[:QUOTE_CHARS]] * config.restate, _FILLER[:QUESTION_CHARS]
+        passages, longest = [filler(QUOTE_CHARS)] * config.restate, filler(QUESTION_CHARS)
         suffix = max(
             len(reader.suffix(reader.prompt, reader.whole, question, row, config.restate)),
             *(
@@ -235,7 +234,7 @@ class Conversation:
         generated = answered.generation.token_ids
         if generated and generated[-1] in loaded.eos_token_ids:
             generated = generated[:-1]
-        turns.keep(Turn(question, tuple(opening), tuple(follow_up), tuple(generated), row, answered.answer.answer))
+        turns.keep(Turn(question, tuple(opening), tuple(follow_up), tuple(generated), row))
         return answered.answer
 
     def _plan(self, scores: np.ndarray) -> BitPlan:

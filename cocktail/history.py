@@ -28,7 +28,6 @@ class Turn:
     follow_up_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     scores: np.ndarray
-    answer: str = ""
     kv: StoredContext | None = None
     read: int = 0
 

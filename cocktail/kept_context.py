@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,9 +115,12 @@ class KeptKV:
         self._accelerator = None if loaded.offload is None else loaded.offload.accelerator
         self._form = _kv_form(kept, job, loaded)
         if self._store is not None:
-            self._blocks = block_digests(job.context_ids)
             self._key = _kv_key(kept, job, loaded)
             self._path = self._store.kv_path(self._key)
+
+    @cached_property
+    def _blocks(self) -> list[str]:
+        return block_digests(self._job.context_ids)
 
     def find(self) -> KvFile | None:
         """What is kept, or None; `stats` then says why."""

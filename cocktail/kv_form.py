@@ -68,11 +68,7 @@ class KvShape:
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the device, in host memory."""
-        if self.accelerator is None:
-            return tensor
-        held = self.new_on_host(tensor.shape, tensor.dtype)
-        self.accelerator.store(tensor, held)
-        return held
+        return tensor if self.accelerator is None else self.accelerator.keep(tensor)
 
     def new_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host's."""

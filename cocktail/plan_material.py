@@ -20,14 +20,13 @@ from cocktail.model_folder import ModelFolder
 from cocktail.model_source import resolve_model
 from cocktail.offload.gpu_cards import GpuCard
 from cocktail.planner import Lengths
-from cocktail.prompt import build_prompt
+from cocktail.prompt import build_prompt, filler
 from cocktail.reading import read_for_questions
 from cocktail.report import Reporter
 from cocktail.stopwatch import Stopwatch
 
 # A question of usual length, for a plan that is made without one.
 QUESTION_CHARS = 120
-_FILLER = "a word of a text " * 20
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material
     tokenizer = load_tokenizer(folder)
     draft_model = find_draft_model(folder, hf_config, tokenizer, config, reporter)
     prompt = build_prompt(tokenizer)
-    question = asked.questions[0] if asked.questions else _FILLER[:QUESTION_CHARS]
-    passage = (_FILLER if document is None else document.text)[:QUOTE_CHARS]
+    question = asked.questions[0] if asked.questions else filler(QUESTION_CHARS)
+    passage = filler(QUOTE_CHARS) if document is None else document.text[:QUOTE_CHARS]
     suffix = len(prompt.suffix_ids(tokenizer, question, config.system, [passage] * config.restate))
     room = window - len(prompt.prefix_ids) - suffix - config.max_tokens
     if document is None:

@@ -60,15 +60,8 @@ class StoredContext:
     def append(self, context: LayerContext) -> None:
         """Keeps a layer's context."""
         if self.accelerator is not None:
-            context = LayerContext(*(self._kept(tensor) for tensor in (context.key, context.value)))
+            context = LayerContext(*map(self.accelerator.keep, (context.key, context.value)))
         self.layers.append(context)
-
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self.accelerator is not None
-        with self.accelerator.host():
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.accelerator.store(tensor, kept)
-        return kept
 
     def shares(self, context: LayerContext) -> bool:
         """Whether a context is kept itself, so that no other layer may be written to it."""

@@ -110,6 +110,12 @@ def build_prompt(tokenizer: Any) -> Prompt:
     return Prompt(tuple(prefix_ids), _cut_at_fields(rest), rendered.rstrip().endswith("<think>"))
 
 
+def filler(chars: int) -> str:
+    """Usual words, so many characters of them, where a length is planned before its text is known."""
+    words = "a word of a text "
+    return (words * (chars // len(words) + 1))[:chars]
+
+
 def build_follow_up(tokenizer: Any) -> Prompt:
     """What stands between an answer's last token and the next one: the turn's end, the next question, and the marks.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,11 @@ class Reader:
             with watch.measure("load"):
                 self._scorer = make_scorer(config.scorer, folder, config, self._keep_vectors)
         with watch.measure("score"):
-            passages = [self.whole.chunk_text(position) for position in range(len(self.whole.chunks))]
-            return self._scorer.score(passages, questions, self._reporter)
+            return self._scorer.score(self._passages, questions, self._reporter)
+
+    @cached_property
+    def _passages(self) -> list[str]:
+        return [self.whole.chunk_text(position) for position in range(len(self.whole.chunks))]
 
     def suffix(
         self, prompt: Prompt, tokenized: TokenizedDocument, question: str, row: np.ndarray, restate: int

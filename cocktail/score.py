@@ -113,6 +113,7 @@ class EncoderScorer:
         from sentence_transformers import SentenceTransformer
 
         self.name, self._folder, self._keep = name, folder, keep
+        self._embedded: tuple[Sequence[str], np.ndarray] | None = None
         self._device = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
         try:
             self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
@@ -145,7 +146,10 @@ class EncoderScorer:
 
     def score(self, passages: Sequence[str], questions: Sequence[str], reporter: Reporter) -> np.ndarray:
         """Cosine similarities [num_questions, num_passages], float32; a blank passage gets its question's lowest."""
-        vectors = self.embed_passages(passages, reporter)
+        # A chat asks about the same ones again.
+        if self._embedded is None or self._embedded[0] is not passages:
+            self._embedded = passages, self.embed_passages(passages, reporter)
+        vectors = self._embedded[1]
         # One product each, for the same reason.
         scores = np.stack([vectors @ question for question in self.embed_questions(questions)])
         blank = ~vectors.any(axis=1)

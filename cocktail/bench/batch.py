@@ -127,8 +127,7 @@ def _round(setup: _Setup, rows: Sequence[BatchRow], reporter: Reporter, stage: s
     with reporter.stage(stage, total=len(rows), unit="widths") as advance:
         found, seconds, separate = _alone(setup, range(len(QUESTIONS)))
         tokens = len(QUESTIONS) * (setup.config.max_tokens - 1)
-        tail = 2 * setup.job.geometry.num_layers * setup.job.geometry.num_kv_heads * setup.job.tail_capacity
-        own = tail * setup.job.geometry.head_dim * setup.job.itemsize
+        own = setup.job.geometry.values_per_token * setup.job.tail_capacity * setup.job.itemsize
         largest = max(separate)
         rows[0].runs.append(BatchRun(tokens, seconds, len(QUESTIONS), 1.0, largest - own, own, largest))
         advance(1)

@@ -120,7 +120,7 @@ def ask(
         with redirect_stdout(sys.stderr):
             for answer in answer_questions(request, config, reporter):
                 interrupted = answer.finish_reason == "interrupted"
-                _show(answer, target, reporter, json=json, stats=stats)
+                show(answer, target, reporter, json=json, stats=stats)
     finally:
         with signals.ignored():
             reporter.close()
@@ -186,24 +186,40 @@ def read_stdin(what: str, limit: int = -1) -> bytes:
     return sys.stdin.buffer.read(limit)
 
 
-def _read_questions(file: str) -> str:
+def read_input(file: str, named: str, what: str, kind: str, limit: int) -> bytes:
+    """Returns what a file, or standard input where it is "-", holds.
+
+    Args:
+        named: what messages call it.
+        what: is read from standard input, such as "the batch".
+        kind: what it should be, such as "batch".
+        limit: bytes at most.
+
+    Raises:
+        UsageError: It cannot be read, or holds more.
+    """
     try:
         if file == STDIN:
-            data = read_stdin("the questions", _MAX_QUESTIONS_BYTES + 1)
+            data = read_stdin(what, limit + 1)
         else:
             with open(file, "rb") as stream:
-                data = stream.read(_MAX_QUESTIONS_BYTES + 1)
+                data = stream.read(limit + 1)
     except OSError as error:
-        raise UsageError(f"--questions {file} cannot be read: {error.strerror}.") from error
-    if len(data) > _MAX_QUESTIONS_BYTES:
-        raise UsageError(f"--questions {file} is over {_MAX_QUESTIONS_BYTES:,} bytes, which is no list of questions.")
+        raise UsageError(f"{named} cannot be read: {error.strerror}.") from error
+    if len(data) > limit:
+        raise UsageError(f"{named} is over {limit:,} bytes, which is no {kind}.")
+    return data
+
+
+def _read_questions(file: str) -> str:
+    data = read_input(file, f"--questions {file}", "the questions", "list of questions", _MAX_QUESTIONS_BYTES)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"--questions {file} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from error
 
 
-def _show(answer: Answer, target: Output, reporter: TerminalReporter, *, json: bool, stats: bool) -> None:
+def show(answer: Answer, target: Output, reporter: TerminalReporter, *, json: bool, stats: bool) -> None:
     """Writes one answer: JSON, or text followed by its sources."""
     if json:
         target.write(json_line(answer.to_json()) + "\n")

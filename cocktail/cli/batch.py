@@ -13,7 +13,7 @@ import typer
 
 from cocktail.batch_file import BatchQuestion, RefusedLine, read_batch
 from cocktail.cli import options, signals
-from cocktail.cli.ask import STDIN, read_stdin
+from cocktail.cli.ask import read_input
 from cocktail.cli.output import Output, json_line
 from cocktail.config import Config
 from cocktail.errors import BatchError, CocktailError, UsageError
@@ -108,7 +108,7 @@ def batch(
     target = Output(output)
     if target.path is None or (target.path.exists() and not target.path.is_file()):
         raise UsageError(f"--output {output} is no regular file, which a batch needs.", "Name a file.")
-    items = read_batch(_read_jobs(jobs), ctx.params)
+    items = read_batch(read_input(jobs, jobs, "the batch", "batch", _MAX_JOBS_BYTES), ctx.params)
     if not items:
         raise UsageError(f"{jobs} holds no line.", 'For example: {"document": "a.pdf", "question": "Who wrote it?"}')
     from cocktail.batch_journal import journal_path, open_journal
@@ -135,19 +135,6 @@ def batch(
             with signals.ignored():
                 reporter.close()
         _conclude(items, journal, reporter)
-
-
-def _read_jobs(path: str) -> bytes:
-    if path == STDIN:
-        return read_stdin("the batch", _MAX_JOBS_BYTES + 1)
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_JOBS_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    if len(data) > _MAX_JOBS_BYTES:
-        raise UsageError(f"{path} is over {_MAX_JOBS_BYTES:,} bytes, which is no batch.")
-    return data
 
 
 class _Once:

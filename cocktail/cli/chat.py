@@ -13,9 +13,9 @@ import typer
 
 from cocktail.answer import Answer
 from cocktail.cli import options, signals
-from cocktail.cli.ask import STDIN, check_words
+from cocktail.cli.ask import STDIN, check_words, show
 from cocktail.cli.chat_input import Lines, open_lines
-from cocktail.cli.output import Output, json_line, one_line
+from cocktail.cli.output import Output, one_line
 from cocktail.errors import CocktailError, UsageError
 from cocktail.interrupts import forget_interrupts
 from cocktail.settings import as_utf8, resolve
@@ -160,13 +160,7 @@ class _Talk:
     def _ask(self, question: str) -> None:
         answer = self.conversation.ask(question)
         self.told.append(answer)
-        if self.json:
-            self.target.write(json_line(answer.to_json()) + "\n")
-        else:
-            self.reporter.finish(answer)
-            self.reporter.sources(answer.citations)
-        if self.stats:
-            self.reporter.stats(answer)
+        show(answer, self.target, self.reporter, json=self.json, stats=self.stats)
         if answer.finish_reason == "interrupted":
             self._go_on("interrupted; the answer is incomplete.")
 

@@ -26,11 +26,12 @@ def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         RuntimeError: if shapes, dtypes or devices do not fit.
     """
     if _takes(x, weight, bias) and cpu_kernels():
-        from cocktail.kernels.dense_linear_cpu import dense_linear_cpu
-        from cocktail.kernels.few_rows_layer_cpu import few_rows_linear
-
         if x.numel() > x.shape[-1]:
+            from cocktail.kernels.few_rows_layer_cpu import few_rows_linear
+
             return few_rows_linear(x, weight, bias)
+        from cocktail.kernels.dense_linear_cpu import dense_linear_cpu
+
         return dense_linear_cpu(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 

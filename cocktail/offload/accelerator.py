@@ -78,6 +78,13 @@ class Accelerator:
         into.copy_(tensor)
         self.link.occupy(tensor.nbytes, began)
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory of a tensor on the device."""
+        with self.host():
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.store(tensor, kept)
+        return kept
+
     def leave_host(self) -> None:
         """Ends a `host()` before its block does."""
         if self.ledger is not None:
