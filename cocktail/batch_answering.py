@@ -14,6 +14,7 @@ from cocktail.answering import make_answer
 from cocktail.batch_decode import BatchDecoder, BatchMember
 from cocktail.block_pool import BlockPool
 from cocktail.config import Config
+from cocktail.drafting import counted, looked_up, make_batch_draft, why_off
 from cocktail.generation import GenerationStream
 from cocktail.interrupts import check_interrupt
 from cocktail.job import Job
@@ -100,7 +101,7 @@ class _Batch:
         self._questions, self._config, self._recorder = questions, config, recorder
         self._pool = BlockPool(job.geometry, job.layout)
         self._asked: dict[BatchMember, _Asked] = {}
-        self.decoder = BatchDecoder(loaded.model, job.width)
+        self.decoder = BatchDecoder(loaded.model, job.width, make_batch_draft(job, loaded, config))
         # Since it was last looked at.
         self.ended = 0
 
@@ -112,7 +113,7 @@ class _Batch:
             mine = Stopwatch(watch.started, dict(watch.seconds))
             logits = self._read(index, read, mine)
             asked = _Asked(index, read.stats, mine)
-            member = self._member(read.cache, asked.count)
+            member = self._member(index, read.cache, asked.count)
             self._asked[member] = asked
             with self._loaded.active():
                 goes_on = self.decoder.join(member, logits)
@@ -138,7 +139,7 @@ class _Batch:
         with watch.measure("prefill"):
             return self._context.read_suffix(self._job.reading.suffixes[index], read.cache)
 
-    def _member(self, cache: MixedKVCache, count: Callable[[], None]) -> BatchMember:
+    def _member(self, index: int, cache: MixedKVCache, count: Callable[[], None]) -> BatchMember:
         config = self._config
         stream = GenerationStream(
             self._loaded.tokenizer,
@@ -148,12 +149,17 @@ class _Batch:
             in_reasoning=self._job.reading.prompt.opens_reasoning,
             on_token=count,
         )
-        return BatchMember(cache, Sampler(config.temperature, config.top_k, config.top_p, config.seed), stream)
+        sampler = Sampler(config.temperature, config.top_k, config.top_p, config.seed)
+        return BatchMember(cache, sampler, stream, looked_up(self._job, index, self.decoder.draft))
 
     def _end(self, member: BatchMember) -> tuple[int, Answer]:
         asked, generation = self._asked.pop(member), member.end()
         times = asked.token_times
         asked.watch.seconds["decode"] = time.perf_counter() - times[0] if times else 0.0
+        if self.decoder.draft is None:
+            speculation = SpeculationStats(why_off=why_off(self._job, self._config))
+        else:
+            speculation = counted(self._loaded, member.counts)
         answer = make_answer(
             self._job,
             self._loaded,
@@ -161,7 +167,7 @@ class _Batch:
             asked.index,
             self._questions[asked.index],
             generation,
-            SpeculationStats(why_off=f"up to {self._job.width} questions are decoded together"),
+            speculation,
             member.cache,
             times,
             self._config,

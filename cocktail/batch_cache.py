@@ -11,16 +11,17 @@ from transformers import Cache
 
 from cocktail.kernels.batch_attention import RowContext, RowContexts, batch_attention
 from cocktail.kv_cache import LayerKV, MixedKVCache
+from cocktail.prefill import causal_rows
 
 
 class BatchCache(Cache):
-    """The caches of questions, as a forward pass of one row each takes them.
+    """The caches of questions, as a forward pass takes them whose rows follow each other, question after question.
 
-    Row r is written to the slot at the end of the tail of cache r. `update` returns a view, as that of `MixedKVCache`
-    does. Caches may share their segments (`BlockPool`); tails are their own.
+    The rows of a question are written to consecutive slots of its tail, each seeing those before it. `update` returns a
+    view, as that of `MixedKVCache` does. Caches may share their segments (`BlockPool`); tails are their own.
 
     Args:
-        caches: of sequences on one device, of one model; contexts are sealed, and each tail has a free slot.
+        caches: of sequences on one device, of one model; contexts are sealed, and each tail has free slots.
     """
 
     def __init__(self, caches: Sequence[MixedKVCache]) -> None:
@@ -28,44 +29,69 @@ class BatchCache(Cache):
         self.caches = list(caches)
         self.device = caches[0].device
         self._contexts: dict[int, RowContexts] = {}
+        self._spans: tuple[range, ...] = ()
+        # One a row: the number of its cache.
+        self._owners: tuple[int, ...] = ()
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """Absolute positions of the next rows, [rows], int64."""
-        return torch.tensor([cache.get_seq_length() for cache in self.caches], device=self.device)
+    def begin(self, rows: Sequence[int] | None = None, ahead: int = 0) -> torch.Tensor:
+        """The next updates write to the tails' ends; `commit` keeps what was written.
 
-    def begin(self) -> None:
-        """The next updates write one row to each cache, which `commit` keeps."""
-        for cache in self.caches:
-            position = torch.tensor([cache.get_seq_length()], device=self.device)
-            cache.begin_tail(cache.tail_len, None, position)
+        Args:
+            rows: one a cache: rows of the pass, some of them 0; None: one each.
+            ahead: slots behind the committed ones that were written before, in every cache that has rows.
 
-    def commit(self) -> None:
-        """Keeps the rows of the last pass."""
-        for cache in self.caches:
-            cache.commit([cache.tail_len])
+        Returns:
+            Absolute positions of the rows, [rows], int64.
+        """
+        counts = [1] * len(self.caches) if rows is None else rows
+        self._owners = tuple(index for index, count in enumerate(counts) for _ in range(count))
+        spans, found = [], []
+        for cache, count in zip(self.caches, counts, strict=True):
+            first = cache.tail_len + ahead
+            spans.append(range(first, first + count))
+            if count:
+                start = cache.layout.context_len + first
+                positions = torch.arange(start, start + count, device=self.device)
+                cache.begin_tail(first, None if count == 1 else causal_rows(first, count, self.device), positions)
+                found.append(positions)
+        self._spans = tuple(spans)
+        return torch.cat(found)
+
+    def commit(self, rows: Sequence[int] | None = None) -> None:
+        """Keeps rows of the last pass.
+
+        Args:
+            rows: one a cache: how many of its rows, from the first on; None: all.
+        """
+        counts = [len(span) for span in self._spans] if rows is None else rows
+        for cache, count in zip(self.caches, counts, strict=True):
+            cache.commit(range(cache.tail_len, cache.tail_len + count))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Any, Any]:
-        """Stores a row for each cache, [1, num_kv_heads, rows, head_dim], and returns the view to attend to."""
-        view = self.tail_view(layer_idx, len(self.caches))
+        """Stores the rows' keys and values, [1, num_kv_heads, rows, head_dim], and returns the view to attend to."""
+        view = self.tail_view(layer_idx, len(self._owners))
         assert view is not None
         view.write(key_states[0], value_states[0])
         return view, view
 
     def tail_view(self, layer_idx: int, rows: int) -> BatchView | None:
         """The view of the pass's rows in a layer, which the caller writes first; None for another number of rows."""
-        if rows != len(self.caches):
+        if rows != len(self._owners):
             return None
         layers = [cache.kv_layers[layer_idx] for cache in self.caches]
-        stops = [layer.context_kept + cache.tail_len + 1 for layer, cache in zip(layers, self.caches, strict=True)]
+        kept = layers[0].context_kept
+        spans = [range(kept + span.start, kept + span.stop) for span in self._spans]
         if layers[0].window is not None:
-            return BatchView(layers, stops, None, [cache.tail_view(layer_idx, 1) for cache in self.caches])
+            views = [
+                cache.tail_view(layer_idx, len(span)) for cache, span in zip(self.caches, spans, strict=True) if span
+            ]
+            return BatchView(layers, spans, self._owners, None, views)
         if layer_idx not in self._contexts:
             contexts = [RowContext(layer.segments, layer.key, layer.value) for layer in layers]
             self._contexts[layer_idx] = RowContexts(contexts)
-        return BatchView(layers, stops, self._contexts[layer_idx], ())
+        return BatchView(layers, spans, self._owners, self._contexts[layer_idx], ())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest of the sequences."""
@@ -74,34 +100,42 @@ class BatchCache(Cache):
 
 @dataclass(frozen=True)
 class BatchView:
-    """A layer of several caches; row r sees the context of cache r and its tail up to `stops[r]`.
+    """A layer of several caches; each row sees its cache's context, and the tail up to its own slot.
 
-    `contexts` is None where a sliding window hides slots, and `views` are those of single caches there.
+    `spans` are the slots that each cache's rows are written to and `owners` the number of each row's cache. `contexts`
+    is None where a sliding window hides slots, and `views` are those of the single caches that have rows there.
     """
 
     layers: Sequence[LayerKV]
-    stops: Sequence[int]
+    spans: Sequence[range]
+    owners: Sequence[int]
     contexts: RowContexts | None
     views: Sequence[Any]
 
     def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of every row over its own context and tail: [num_heads, rows, head_dim] to the same shape."""
         if self.contexts is not None:
-            return batch_attention(query, self.contexts, self.stops, scaling)
-        rows = [view.attend(query[:, row : row + 1], scaling) for row, view in enumerate(self.views)]
-        return torch.cat(rows, dim=1)
+            stops = [slot + 1 for span in self.spans for slot in span]
+            return batch_attention(query, self.contexts, self.owners, stops, scaling)
+        parts = query.split([len(span) for span in self.spans if span], dim=1)
+        return torch.cat([view.attend(part, scaling) for view, part in zip(self.views, parts, strict=True)], dim=1)
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Puts the rows' keys and values, each [num_kv_heads, rows, head_dim], into the last slots that they see."""
-        for row, (layer, stop) in enumerate(self._ends()):
-            layer.key[:, stop - 1] = key[:, row]
-            layer.value[:, stop - 1] = value[:, row]
+        """Puts the rows' keys and values, each [num_kv_heads, rows, head_dim], into their slots."""
+        first = 0
+        for layer, slots in self._slots():
+            stop = first + slots.stop - slots.start
+            layer.key[:, slots] = key[:, first:stop]
+            layer.value[:, slots] = value[:, first:stop]
+            first = stop
 
     def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of what these slots hold, as `write` takes it."""
-        slots = [(layer.key[:, stop - 1], layer.value[:, stop - 1]) for layer, stop in self._ends()]
-        key, value = zip(*slots, strict=True)
-        return torch.stack(key, dim=1), torch.stack(value, dim=1)
+        held = [(layer.key[:, slots], layer.value[:, slots]) for layer, slots in self._slots()]
+        key, value = zip(*held, strict=True)
+        return torch.cat(key, dim=1), torch.cat(value, dim=1)
 
-    def _ends(self) -> Iterator[tuple[LayerKV, int]]:
-        return zip(self.layers, self.stops, strict=True)
+    def _slots(self) -> Iterator[tuple[LayerKV, slice]]:
+        for layer, span in zip(self.layers, self.spans, strict=True):
+            if span:
+                yield layer, slice(span.start, span.stop)

@@ -13,7 +13,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from cocktail.decode_step import DecodeStep
-from cocktail.draft_costs import Calibration, RowTimes, best_size, greedy_guess, ngram_guess, probability_grade
+from cocktail.draft_costs import (
+    LOOK_AHEAD,
+    Calibration,
+    RowTimes,
+    greedy_guess,
+    ngram_guess,
+    probability_grade,
+    step_pays,
+)
 from cocktail.draft_tree import NGRAM, SELF, DraftTree
 from cocktail.kernels.limits import STEP_ROWS
 from cocktail.kv_cache import MixedKVCache
@@ -29,10 +37,6 @@ FOLLOWED_ROWS = 64
 MAX_CHILDREN = 6
 # What a node must be worth to be added.
 MIN_WORTH = 0.01
-# Of a node's worth, what its children are expected to be worth together.
-_COVERED = 0.9
-# Steps that are looked ahead to before the first one is made.
-_LOOK_AHEAD = 16
 # Continuations at the root, and the tokens of one.
 _BRANCHES, _BRANCH_TOKENS = 3, 16
 
@@ -126,7 +130,7 @@ class ModelDraft:
             depth: levels of a tree, at most.
         """
         tokens, added = 1.0, 1.0
-        for steps in range(1, min(depth, _LOOK_AHEAD) + 1):
+        for steps in range(1, min(depth, LOOK_AHEAD) + 1):
             added *= chance
             tokens += added
             if tokens / (steps * self.times(1) + verify(1 + steps)) > 1 / verify(1):
@@ -163,8 +167,8 @@ class ModelDraft:
             if not rows or done == steps:
                 break
             worths, ahead = [tree[index].worth for index in best], max_depth - min(tree[index].depth for index in rows)
-            spent = self._clock() - began
-            if not (steps or done == 0 or self._pays(worths, [tree[i].worth for i in rows], spent, verify, ahead)):
+            spent, added = self._clock() - began, sum(tree[index].worth for index in rows)
+            if not (steps or done == 0 or step_pays(worths, added, len(rows), self.times, spent, verify, ahead)):
                 break
             self._expand(tree, sorted(rows), slots, position)
             done += 1
@@ -196,25 +200,6 @@ class ModelDraft:
         """The rows of the next step that gain most a second."""
         widths = [width for width in STEP_ROWS if width <= len(worths)]
         return max(widths, key=lambda width: sum(worths[:width]) / self.times(width), default=0)
-
-    def _pays(self, worths: list[float], rows: list[float], spent: float, verify: RowTimes, ahead: int) -> bool:
-        """Whether a step raises the tokens a second that the round promises, by itself or with others behind it.
-
-        Where a pass of two rows takes much longer than one of a single row, the first steps alone never do.
-
-        Args:
-            worths: of the nodes that would be verified, descending.
-            rows: of those that the step would run.
-            ahead: levels that may follow.
-        """
-        size, rate = best_size(worths, spent, verify)
-        grown, added = sum(worths[:size]), sum(rows)
-        for steps in range(1, min(ahead, _LOOK_AHEAD) + 1):
-            added *= _COVERED
-            grown += added
-            if grown / (spent + steps * self.times(len(rows)) + verify(size + steps * len(rows))) > rate:
-                return True
-        return False
 
     def _expand(self, tree: DraftTree, rows: list[int], slots: dict[int, int], position: int) -> None:
         """Runs nodes and adds their children."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # How much a new measurement counts, and how many times the old value it may be at most: another program's turn.
 _NEW, _OUTLIER = 0.3, 3.0
@@ -19,6 +19,8 @@ _SHARPNESS = 2.2
 # The chance that an n-gram's first token is right, by the tokens that agree: a guess, soon replaced by the run's own.
 _NGRAM_CHANCE = {2: 0.15, 3: 0.3, 4: 0.45, 5: 0.6}
 _LONG_NGRAM_CHANCE = 0.75
+# Draft steps that are looked ahead to, and what the next level of nodes is expected to be worth of the one before it.
+LOOK_AHEAD, _COVERED = 16, 0.9
 
 
 class RowTimes:
@@ -61,6 +63,11 @@ class RowTimes:
     def known(self) -> bool:
         return bool(self._seconds)
 
+    @property
+    def most_known(self) -> int:
+        """The most rows that were measured, to the next size that is told apart."""
+        return max(self._seconds, default=1)
+
     def __call__(self, rows: int) -> float:
         """Seconds of a pass; never fewer for more rows."""
         sizes = sorted(self._seconds)
@@ -74,8 +81,12 @@ class RowTimes:
         else:
             start, base = 2, max(self(1), min(max(self(1) * (1 + self._slope), self.least_several), most))
         if not above:
-            slope = self._slope
-            if len(below) > 1:
+            slope, several = self._slope, [size for size in below if size > 1]
+            if len(several) > 1:
+                # What the step from one row to several takes is not taken again.
+                before = self._seconds[several[-2]]
+                slope = max(0.0, base - before) / (start - several[-2]) / base
+            elif len(below) > 1:
                 # Rows that added less by now are a reason to try more of them.
                 slope = min(slope, (base / self._seconds[below[0]] - 1) / (start - below[0]))
             return base * (1 + slope * (rows - start))
@@ -131,7 +142,7 @@ def ngram_guess(match: int, place: int) -> float:
     return _NGRAM_CHANCE.get(match + place, _LONG_NGRAM_CHANCE)
 
 
-def best_size(worths: Sequence[float], spent: float, verify: RowTimes) -> tuple[int, float]:
+def best_size(worths: Sequence[float], spent: float, verify: Callable[[int], float]) -> tuple[int, float]:
     """How many nodes are worth verifying, and the tokens a second that they promise.
 
     Args:
@@ -146,3 +157,37 @@ def best_size(worths: Sequence[float], spent: float, verify: RowTimes) -> tuple[
         if rate > best[1]:
             best = size, rate
     return best
+
+
+def step_pays(
+    worths: Sequence[float],
+    added: float,
+    rows: int,
+    step: Callable[[int], float],
+    spent: float,
+    verify: Callable[[int], float],
+    ahead: int,
+    covered: float = _COVERED,
+) -> bool:
+    """Whether a draft step raises the tokens a second that a round promises, by itself or with others behind it.
+
+    Where a pass of two rows takes much longer than one of a single row, the first steps alone never do.
+
+    Args:
+        worths: of the nodes that would be verified, descending, the root's first.
+        added: what the nodes that the step would run are worth together.
+        rows: how many these are.
+        step: seconds of a draft step by rows.
+        spent: seconds of drafting so far.
+        verify: seconds of the target's pass by rows.
+        ahead: levels that may follow.
+        covered: what a step's best nodes are expected to be worth of those that it runs.
+    """
+    size, rate = best_size(worths, spent, verify)
+    grown = sum(worths[:size])
+    for steps in range(1, min(ahead, LOOK_AHEAD) + 1):
+        added *= covered
+        grown += added
+        if grown / (spent + steps * step(rows) + verify(size + steps * rows)) > rate:
+            return True
+    return False

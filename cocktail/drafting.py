@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cocktail.answer import SpeculationStats
+from cocktail.batch_draft import BatchDraft
 from cocktail.config import REJECTION_STEPS, Config
 from cocktail.decode_step import DecodeStep
 from cocktail.draft import ModelDraft, NgramDraft
-from cocktail.draft_costs import Calibration
+from cocktail.draft_costs import Calibration, RowTimes
 from cocktail.draft_tree import MODEL
 from cocktail.kv_cache import MixedKVCache
 from cocktail.ngram import NgramIndex
 from cocktail.sampling import Sampler
 from cocktail.speculate import Limits, Speculator
+from cocktail.speculation_stats import SpeculationCounts
 from cocktail.substitute import DraftView
 
 if TYPE_CHECKING:
@@ -88,6 +92,29 @@ def make_speculator(
     )
 
 
+def make_batch_draft(job: Job, loaded: LoadedModel, config: Config) -> BatchDraft | None:
+    """What drafts for questions that are decoded together, or None where nothing does."""
+    if not job.drafted_tokens or config.draft == "off":
+        return None
+    streamed, view = bool(job.residency.streamed), None
+    if loaded.substitutes:
+        substitutes = loaded.substitutes
+
+        def view() -> DraftView:
+            return DraftView(loaded.model, substitutes)
+
+    # A further row reads the same weights, and a context of its own.
+    verify = RowTimes(first=math.inf, slope=0.002 if streamed else 0.05)
+    return BatchDraft(loaded.model, Calibration(), verify, view, job.drafted_tokens)
+
+
+def looked_up(job: Job, index: int, draft: BatchDraft | None) -> NgramDraft | None:
+    """What a question of several looks up n-grams in, or None if nothing drafts."""
+    if draft is None:
+        return None
+    return NgramDraft(NgramIndex([*job.context_ids, *job.reading.suffixes[index]]), draft.calibration)
+
+
 def host_waits(stream: WeightStream | None, device: torch.device) -> Callable[[], float] | None:
     """Reads the seconds that passes have waited for streamed weights; None where that is not known."""
     # A card waits by itself.
@@ -122,12 +149,19 @@ def speculation_stats(
     """What is reported of an answer's drafting; `copy_seconds` is what the target waited for streamed weights."""
     if speculator is None:
         return SpeculationStats(why_off=why_off(job, config))
-    counts, reason = speculator.counts, None
+    found = counted(loaded, speculator.counts, speculator.why_paused)
+    speedup = _rounded(speculator.memory_bound_speedup)
+    return replace(found, memory_bound_speedup=speedup, copy_seconds=copy_seconds, paused=speculator.why_paused)
+
+
+def counted(loaded: LoadedModel, counts: SpeculationCounts, why_paused: str | None = None) -> SpeculationStats:
+    """An answer's counts as they are reported."""
+    reason = None
     if not counts.drafted:
         nothing = "nothing that stood before was worth drafting"
         if loaded.substitutes or loaded.draft_model is not None:
             nothing = "plain decoding promised more"
-        reason = speculator.why_paused or nothing
+        reason = why_paused or nothing
     return SpeculationStats(
         mode=_mode(loaded),
         rounds=counts.rounds,
@@ -142,14 +176,11 @@ def speculation_stats(
         by_depth={str(depth): list(pair) for depth, pair in counts.by_depth.items()},
         by_source={source: list(pair) for source, pair in counts.by_source.items()},
         block_efficiency=_rounded(counts.block_efficiency),
-        memory_bound_speedup=_rounded(speculator.memory_bound_speedup),
         draft_steps=counts.draft_steps,
         draft_seconds=counts.draft_seconds,
         verify_seconds=counts.verify_seconds,
         plain_seconds=counts.plain_seconds,
-        copy_seconds=copy_seconds,
         wasted_seconds=counts.wasted_seconds,
-        paused=speculator.why_paused,
     )
 
 

@@ -110,9 +110,9 @@ def answer_in_batches(
 ) -> Generator[tuple[int, Answer], None, None]:
     """Yields the number and the answer of each question, in the order in which they end; no text is streamed.
 
-    As many questions are decoded together as `config.batch_size` says and fit, one at a time where a draft was asked
-    for or weights are streamed. The tokens of an answer are those that it has alone, up to rounding: a pass of several
-    rows may add in another order. After an interrupt the partial answers are yielded and the run ends.
+    As many questions are decoded together as `config.batch_size` says and fit, one at a time where a model of its own
+    drafts or rejection sampling verifies. The tokens of an answer are those that it has alone, up to rounding: a pass
+    of several rows may add in another order. After an interrupt the partial answers are yielded and the run ends.
 
     Args:
         request: document and questions.
@@ -149,7 +149,6 @@ def _prepare(
     with watch.measure("parse"):
         kept = request.read_kept(config, recorder)
     with watch.measure("load"):
-        from cocktail.batch_width import widened
         from cocktail.job import plan_job
         from cocktail.kept_context import KeptKV
         from cocktail.loaded_models import LoadedModels
@@ -161,11 +160,9 @@ def _prepare(
     reading = read_for_questions(kept.document, request.questions, folder, config, recorder, watch, kept.keep_vectors)
     if models is None:
         models = stack.enter_context(closing(LoadedModels()))
-    job = plan_job(reading, config, recorder, models.held_bytes)
+    job = plan_job(reading, config, recorder, models.held_bytes, together=together)
     if request.alike:
         check_alike(job, config)
-    if together:
-        job = widened(job, config)
     loaded = models.load(job, config, recorder, watch)
     context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
     stack.enter_context(closing(context))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from cocktail.batch_width import widened
 from cocktail.bit_plan import BitPlan
 from cocktail.calibration import device_speed, link_rate
 from cocktail.config import Config
@@ -107,7 +108,12 @@ class Job:
 
 
 def plan_job(
-    reading: Reading, config: Config, reporter: Reporter, held_bytes: int = 0, history_tokens: int | None = None
+    reading: Reading,
+    config: Config,
+    reporter: Reporter,
+    held_bytes: int = 0,
+    history_tokens: int | None = None,
+    together: bool = False,
 ) -> Job:
     """Plans every question's bits, and which layers stay on the device, so that the run fits.
 
@@ -117,6 +123,7 @@ def plan_job(
         reporter: told what is given up.
         held_bytes: of this machine's memory that an earlier run's model takes, which this one may have.
         history_tokens: of a chat's earlier questions and answers, at most; None: it is no chat.
+        together: whether questions may be decoded together.
 
     Raises:
         ModelError: the configuration is damaged.
@@ -176,7 +183,7 @@ def plan_job(
             f"{format_bytes(job.stored_bytes, math.ceil)}, and {format_bytes(max(free, 0), math.floor)} are free.",
             "Ask one question at a time.",
         )
-    return job
+    return widened(job, config, outlook, speed) if together else job
 
 
 def budget_of(config: Config, device: torch.device, reporter: Reporter, held_bytes: int = 0) -> tuple[int | None, int]:

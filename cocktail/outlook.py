@@ -138,6 +138,16 @@ class Outlook:
         )
         return next((plan for plan in plans if plan is not None), None)
 
+    def plan_again(self, plan: ResidencyPlan, kv_bytes: int, speed: DeviceSpeed) -> ResidencyPlan | None:
+        """The fastest plan within a plan's budget whose KV cache is held as its is and takes so many bytes, or None."""
+        workload, turns = self.workload, self._drafts
+        if plan.drafted_tokens != workload.drafted_tokens and self._without_draft is not None:
+            workload, turns = self._without_draft, ((NO_DRAFT,),)
+        choice = next(choice for choice in workload.kv if choice.policy == plan.kv_policy)
+        workload = replace(workload, kv=(replace(choice, nbytes=kv_bytes),))
+        plans = (plan_residency(self.planner.size, workload, plan.budget_bytes, speed, drafts) for drafts in turns)
+        return next((found for found in plans if found is not None), None)
+
     def checked_plan(
         self, budget_bytes: int | None, limit_bytes: int, speed: DeviceSpeed, reporter: Reporter
     ) -> ResidencyPlan:

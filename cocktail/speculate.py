@@ -31,8 +31,9 @@ MAX_NODES, MAX_DEPTH = 64, 32
 _WINDOW, _MIN_LEVELS = 8, 16
 # Tokens without a draft before it is tried again, at first and at most.
 _PAUSE, _LONGEST_PAUSE = 32, 256
-# Of the time of plain passes, what drafts that are not known to pay may waste.
-_TRIALS = 0.02
+# Of the time of plain passes, what drafts that are not known to pay may waste; and what n-grams may be expected to,
+# in plain passes, at first: short answers have few. And the rows of the first such pass.
+_TRIALS, _FIRST_TRIAL, _FIRST_ROWS = 0.02, 0.3, 4
 # The chance that a level is accepted, before any was verified, and for how many levels that guess stands; the best that
 # can be hoped for; how much older levels count at each round; and the steps of a trial.
 _PRIOR_CHANCE, _PRIOR_LEVELS, _BEST_CHANCE, _LEVELS_KEPT, _TRIAL_STEPS = 0.9, 8, 0.97, 0.9, 4
@@ -207,6 +208,17 @@ class Speculator:
         """Whether so much may be lost on a trial: what drafts saved by now, and a small part of plain passes."""
         return seconds - self.counts.saved_seconds < _TRIALS * self.counts.plain_seconds
 
+    def _affordable(self, tree: DraftTree, nodes: int) -> int:
+        """The most rows, up to `nodes`, of a verification that loses little if n-grams, which alone drafted, are wrong.
+
+        How long many rows take is found out step by step.
+        """
+        plain, wrong = self._verify(1), 1 - max((tree[child].worth for child in tree[0].children.values()), default=0.0)
+        nodes = min(nodes, max(_FIRST_ROWS, 2 * self._verify.most_known))
+        while nodes > 1 and not self._may_lose(wrong * (self._verify(nodes) - plain) - _FIRST_TRIAL * plain):
+            nodes -= 1
+        return nodes
+
     def _grow(self, token: int, depth: int, nodes: int) -> tuple[DraftTree, int]:
         """A tree as large as it pays to verify, the root alone if plain decoding promises more; and the steps made."""
         tree = DraftTree(token)
@@ -224,6 +236,8 @@ class Speculator:
         order = sorted(range(len(tree)), key=lambda index: -tree[index].worth)
         if self._limits.steps is not None:
             return tree.pruned(order[:nodes]), steps
+        if not (steps or self._limits.always):
+            nodes = self._affordable(tree, nodes)
         # What was spent is spent; but a tree that does not make up for it is no reason to draft the next one.
         size, _ = best_size([tree[index].worth for index in order[:nodes]], spent, self._verify)
         if self._limits.always:

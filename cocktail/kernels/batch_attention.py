@@ -1,4 +1,4 @@
-"""Mixed attention of rows that each have a context and a tail of their own: the decode steps of several questions."""
+"""Mixed attention of rows that belong to different contexts and tails: the decode steps of several questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cocktail.kernels.segment_table import SegmentTable
 
 @dataclass(frozen=True)
 class RowContext:
-    """What one row attends to.
+    """What the rows of one question attend to.
 
     Args:
         table: its segments.
@@ -30,7 +30,7 @@ class RowContext:
 
 
 class RowContexts(tuple[RowContext, ...]):
-    """The contexts of the rows of a pass, in order, which pass after pass has."""
+    """The contexts of questions, which pass after pass has rows of."""
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
@@ -38,12 +38,15 @@ class RowContexts(tuple[RowContext, ...]):
         return {}
 
 
-def batch_attention(query: torch.Tensor, contexts: RowContexts, stops: Sequence[int], scaling: float) -> torch.Tensor:
+def batch_attention(
+    query: torch.Tensor, contexts: RowContexts, owners: Sequence[int], stops: Sequence[int], scaling: float
+) -> torch.Tensor:
     """Attention output of every row; see `mixed_attention`.
 
     Args:
         query: [num_heads, rows, head_dim], run dtype, after RoPE.
-        contexts: one a row.
+        contexts: of the questions.
+        owners: one a row: the number of its context.
         stops: one a row: tail slots from it on are not seen.
         scaling: the softmax scale.
 
@@ -53,14 +56,15 @@ def batch_attention(query: torch.Tensor, contexts: RowContexts, stops: Sequence[
     Raises:
         ValueError: if shapes or dtypes do not belong together, or a row has nothing to attend to.
     """
-    if not query.shape[1] == len(contexts) == len(stops):
-        raise ValueError(f"{query.shape[1]} rows have {len(contexts)} contexts and {len(stops)} ends of tails")
+    if not query.shape[1] == len(owners) == len(stops):
+        raise ValueError(f"{query.shape[1]} rows have {len(owners)} owners and {len(stops)} ends of tails")
     if query.device.type == "cpu" and cpu_kernels():
         from cocktail.kernels.batch_attention_cpu import batch_attention_cpu
 
-        return batch_attention_cpu(query, contexts, stops, scaling)
+        return batch_attention_cpu(query, contexts, owners, stops, scaling)
     outputs = []
-    for row, (context, stop) in enumerate(zip(contexts, stops, strict=True)):
+    for row, (owner, stop) in enumerate(zip(owners, stops, strict=True)):
+        context = contexts[owner]
         tail = context.tail_key[:, :stop], context.tail_value[:, :stop]
         outputs.append(mixed_attention(query[:, row : row + 1], context.table, *tail, None, scaling))
     return torch.cat(outputs, dim=1)

@@ -41,27 +41,25 @@ def _any_row_item() -> Any:
 
 
 class _Launch:
-    """The parameters of one layer's rows.
+    """The parameters of one layer's rows, by the questions that these may belong to.
 
     Args:
-        query: of the first step; others have the same shape and strides.
-        contexts: of the rows.
+        query: of the first step; others have as many heads and the same dtype.
+        contexts: of the questions.
     """
 
     def __init__(self, query: torch.Tensor, contexts: RowContexts) -> None:
-        self.num_heads, rows, self.head_dim = query.shape
+        self.num_heads, _, self.head_dim = query.shape
         self.num_kv_heads = contexts[0].tail_key.shape[0]
         group = self.num_heads // self.num_kv_heads
-        self._rows = np.zeros((rows, _PARAMETERS), np.int64)
-        self._rows[:, single.KIND] = single.KINDS[query.dtype]
-        self._rows[:, single.QUERY_HEAD], self._rows[:, single.QUERY_ROW] = query.stride(0), query.stride(1)
-        self._rows[:, single.KV_HEADS], self._rows[:, single.SHARE] = self.num_kv_heads, group
-        self._rows[:, single.ROWS] = 1
+        self._owned = np.zeros((len(contexts), _PARAMETERS), np.int64)
+        self._owned[:, single.KIND] = single.KINDS[query.dtype]
+        self._owned[:, single.KV_HEADS], self._owned[:, single.SHARE] = self.num_kv_heads, group
+        self._owned[:, single.ROWS] = 1
         groups = {context.table.value_groups for context in contexts} - {0}
-        for row, context in enumerate(contexts):
+        for mine, context in zip(self._owned, contexts, strict=True):
             context.table.check_fit(query, self.num_kv_heads)
             ranges, ends = work_items(context.table, single.ITEM_TOKENS)
-            mine = self._rows[row]
             mine[single.TABLE], mine[single.RANGES] = context.table.table.data_ptr(), ranges.ctypes.data
             mine[single.ITEM_ENDS], mine[single.NUM_ITEMS] = ends.ctypes.data, len(ends)
             for place, stride, tail in (
@@ -71,23 +69,18 @@ class _Launch:
                 mine[place], mine[stride] = tail.data_ptr(), tail.stride(0)
         self._attend = single.attend_kernel(self.head_dim, max(groups, default=0), group, rows=1)
         self._merge = single.merge_kernel(self.head_dim)
-        self._ends = np.empty((2, rows), np.int64)
-        self._ends[1] = np.arange(1, rows + 1) * self.num_heads
-        launches = [
-            (kernel.address, self._rows.ctypes.data, self._ends[number].ctypes.data)
-            for number, kernel in enumerate((self._attend, self._merge))
-        ]
-        self._launches = np.array(launches, np.int64)
+        self._launches = np.zeros((2, _LAUNCH), np.int64)
+        self._launches[:, _KERNEL] = self._attend.address, self._merge.address
         self._steps = np.zeros((2, STEP_COLUMNS), np.int64)
         self._steps[:, FUNCTION] = _any_row_item().address
         self._steps[:, OFFSET] = 0, 8 * _LAUNCH
         self._steps[:, IS_PARALLEL] = 1, 0
-        self._steps[1, ITEMS] = rows * self.num_heads
 
-    def run(self, query: torch.Tensor, stops: Sequence[int], scaling: float) -> torch.Tensor:
+    def run(self, query: torch.Tensor, owners: Sequence[int], stops: Sequence[int], scaling: float) -> torch.Tensor:
         """See `batch_attention`."""
-        rows, number = self._rows, np.arange(len(stops))
+        rows, number = self._owned[list(owners)], np.arange(len(stops))
         out = query.new_empty((len(stops), self.num_heads, self.head_dim))
+        rows[:, single.QUERY_HEAD], rows[:, single.QUERY_ROW] = query.stride(0), query.stride(1)
         rows[:, single.QUERY] = query.data_ptr() + number * (query.stride(1) * query.itemsize)
         rows[:, single.OUT] = out.data_ptr() + number * (out.stride(0) * out.itemsize)
         rows[:, single.SLOTS] = stops
@@ -101,19 +94,21 @@ class _Launch:
         rows[:, single.PEAK] = scratch.ctypes.data + 4 * (ends - parts)
         rows[:, single.TOTAL] = rows[:, single.PEAK] + 4 * total
         rows[:, single.PARTIAL] = scratch.ctypes.data + 8 * total + 4 * self.head_dim * (ends - parts)
-        self._ends[0] = (items * self.num_kv_heads).cumsum()
-        self._steps[0, ITEMS] = self._ends[0, -1]
+        # Work items of both steps by the rows that they end with.
+        row_ends = np.stack([(items * self.num_kv_heads).cumsum(), (number + 1) * self.num_heads])
+        self._steps[:, ITEMS] = row_ends[:, -1]
+        self._launches[:, _ROWS], self._launches[:, _ENDS] = rows.ctypes.data, [line.ctypes.data for line in row_ends]
         run_steps(self._steps, self._launches)
         return out.transpose(0, 1)
 
 
 def batch_attention_cpu(
-    query: torch.Tensor, contexts: RowContexts, stops: Sequence[int], scaling: float
+    query: torch.Tensor, contexts: RowContexts, owners: Sequence[int], stops: Sequence[int], scaling: float
 ) -> torch.Tensor:
     """See `batch_attention`."""
     query = query if query.stride(2) == 1 else query.contiguous()
-    key = query.shape, query.dtype, query.stride()
+    key = query.shape[0], query.shape[2], query.dtype
     if key not in contexts.derived:
         contexts.derived[key] = _Launch(query, contexts)
     launch: _Launch = contexts.derived[key]
-    return launch.run(query, stops, scaling)
+    return launch.run(query, owners, stops, scaling)

@@ -143,7 +143,7 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
         query = key.new_zeros((group, rows, head_dim))
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     context = RowContext(SegmentTable(segments), key[0, :1], value[0, :1])
-    batch_attention(key.new_zeros((group, 1, head_dim)), RowContexts([context]), [1], 1.0)
+    batch_attention(key.new_zeros((group, 1, head_dim)), RowContexts([context]), [0], [1], 1.0)
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
         for bits in draft_bits:

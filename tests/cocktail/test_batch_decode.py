@@ -166,8 +166,7 @@ def test_logits_are_those_of_a_pass_alone(batch: Batch) -> None:
     together = BatchCache(caches)
     tokens = torch.arange(QUESTIONS)
     for _ in range(3):
-        together.begin()
-        logits = forward_logits(batch.model, tokens, together.positions, together, logits_to_keep=0)
+        logits = forward_logits(batch.model, tokens, together.begin(), together, logits_to_keep=0)
         for cache, token, row in zip(caches, tokens, logits, strict=True):
             # The slot that was written is not committed, so the pass can be run again.
             expected = extend(batch.model, cache, token[None])

@@ -68,8 +68,7 @@ def test_rows_of_several_caches_are_those_of_transformers(
     for token in range(4):
         ids, logits = torch.tensor([token + 20, token + 90, token + 40]), []
         for decoder, caches in ((model, batch), (plain, plain_batch)):
-            caches.begin()
-            logits.append(forward_logits(decoder, ids, caches.positions, caches, logits_to_keep=0))
+            logits.append(forward_logits(decoder, ids, caches.begin(), caches, logits_to_keep=0))
             caches.commit()
         assert_close_rms(logits[0], logits[1], 2e-2, f"{family} {token}")
     assert compiled_layers(model) == (COMPILED.get(family, 0), 3)

@@ -354,7 +354,6 @@ def test_drafting_costs_next_to_nothing_where_it_never_pays(several: float, stre
     run = answer(Clock(verify=seconds(0.01, several)), drafts=False, ngram=known, streamed=streamed)
     counts = run.spec.counts
     assert counts.drafted > 0
-    assert counts.rounds <= 20
     assert run.ratio <= 1 + WASTED
     assert counts.wasted_seconds <= WASTED * run.plain_seconds
     # The same n-grams are drawn on where several rows cost little more than one.

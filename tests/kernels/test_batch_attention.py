@@ -38,7 +38,7 @@ def test_every_row_is_what_it_is_alone(share: int, head_dim: int, dtype: torch.d
     for step in range(3):
         query = gentle_query(2 * share, len(rows), rows[0].tail_key, generator).to(dtype)
         stops = [stop + step for stop in STOPS]
-        output = batch_attention(query, rows, stops, 0.1)
+        output = batch_attention(query, rows, range(len(rows)), stops, 0.1)
         assert output.shape == query.shape
         for row, (context, stop) in enumerate(zip(rows, stops, strict=True)):
             tail = context.tail_key[:, :stop], context.tail_value[:, :stop]
@@ -51,20 +51,20 @@ def test_queries_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.randn(len(rows), 4, 16).transpose(0, 1)
     wide = torch.randn(4, len(rows), 32)[:, :, ::2]
     for strided in (query, wide):
-        expected = batch_attention(strided.contiguous(), rows, STOPS, 0.1)
-        assert torch.equal(batch_attention(strided, rows, STOPS, 0.1), expected)
+        expected = batch_attention(strided.contiguous(), rows, range(len(rows)), STOPS, 0.1)
+        assert torch.equal(batch_attention(strided, rows, range(len(rows)), STOPS, 0.1), expected)
         with monkeypatch.context() as patch:
             patch.setattr("cocktail.kernels.batch_attention.cpu_kernels", lambda: False)
-            assert torch.equal(batch_attention(strided, rows, STOPS, 0.1), expected)
+            assert torch.equal(batch_attention(strided, rows, range(len(rows)), STOPS, 0.1), expected)
 
 
 def test_rows_and_contexts_must_be_as_many() -> None:
     rows = contexts(16, torch.float32)
-    with pytest.raises(ValueError, match="3 rows have 5 contexts"):
-        batch_attention(torch.randn(4, 3, 16), rows, STOPS, 0.1)
+    with pytest.raises(ValueError, match="3 rows have 5 owners"):
+        batch_attention(torch.randn(4, 3, 16), rows, range(len(rows)), STOPS, 0.1)
 
 
 def test_a_query_must_fit_the_segments() -> None:
     rows = contexts(16, torch.float32)
     with pytest.raises(ValueError, match="segment"):
-        batch_attention(torch.randn(4, len(rows), 16, dtype=torch.bfloat16), rows, STOPS, 0.1)
+        batch_attention(torch.randn(4, len(rows), 16, dtype=torch.bfloat16), rows, range(len(rows)), STOPS, 0.1)
