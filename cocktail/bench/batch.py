@@ -1,4 +1,7 @@
-"""`cocktail bench batch`: several questions about one document decoded together against one at a time, in one run."""
+"""`cocktail bench batch`: several questions about one document decoded together against one at a time, in one run.
+
+Each width is measured without drafts and with those of a run (`--draft`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from cocktail.bench.machine import Machine, use_threads
 from cocktail.block_pool import BlockPool
 from cocktail.config import Config
 from cocktail.decode import generate
+from cocktail.drafting import looked_up, make_batch_draft, make_speculator
 from cocktail.engine import Request
 from cocktail.errors import UsageError
 from cocktail.generation import GenerationStream
@@ -70,7 +74,7 @@ class _Setup:
 
 
 def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, reporter: Reporter) -> BatchResult:
-    """Answers the `QUESTIONS` at every width in turns, `config.max_tokens` tokens each, whatever ends an answer.
+    """Answers the `QUESTIONS` in every way in turns, `config.max_tokens` tokens each, whatever ends an answer.
 
     Only passes that decode are timed. After an interrupt what was measured is returned.
 
@@ -83,19 +87,22 @@ def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, rep
     if wrong := [width for width in benchmark.widths if not 1 <= width <= len(QUESTIONS)]:
         raise UsageError(f"--widths names {wrong[0]}; a width is from 1 to {len(QUESTIONS)}.")
     use_threads(benchmark.threads)
-    config = replace(config, draft="off", cache=False)
+    config = replace(config, cache=False, batch_size=max(benchmark.widths))
     recorder, watch = Recorder(reporter), Stopwatch()
     before = psutil.getloadavg()
     with ExitStack() as stack:
         kept = request.read_kept(config, recorder)
         folder = resolve_model(config.model, config, recorder)
         reading = read_for_questions(kept.document, QUESTIONS, folder, config, recorder, watch)
-        job = plan_job(reading, config, recorder)
+        # Where layers are streamed, the plan for the most questions at a time is every width's.
+        job = plan_job(reading, config, recorder, together=True)
         loaded = stack.enter_context(closing(LoadedModels())).load(job, config, recorder, watch)
         context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
         stack.enter_context(closing(context))
         ready_job_kernels(job, loaded, recorder, watch)
-        rows = [BatchRow(width) for width in sorted({1, *benchmark.widths})]
+        widths = sorted({1, *benchmark.widths})
+        drafts = (False, True) if job.drafted_tokens and config.draft != "off" else (False,)
+        rows = [BatchRow(width, drafting) for drafting in drafts for width in widths]
         tokens = len(reading.tokenized.token_ids)
         result = BatchResult(
             document={"path": kept.document.path, "tokens": tokens},
@@ -103,6 +110,8 @@ def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, rep
             dtype=str(loaded.dtype).removeprefix("torch."),
             kv_policy=job.residency.kv_policy,
             machine=Machine.of(loaded.device),
+            streamed_layers=len(job.residency.streamed),
+            emulated=loaded.offload is not None and loaded.offload.accelerator.is_emulated,
             questions=QUESTIONS,
             max_tokens=config.max_tokens,
             repeats=benchmark.repeats,
@@ -111,7 +120,8 @@ def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, rep
         try:
             setup = _Setup(job, loaded, context, config)
             # The document is prefilled, and every kernel runs once.
-            _alone(setup, [0])
+            for drafting in drafts:
+                _alone(setup, [0], drafting)
             for number in range(benchmark.repeats):
                 _round(setup, rows, reporter, f"round {number + 1}/{benchmark.repeats}")
         except KeyboardInterrupt:
@@ -123,38 +133,46 @@ def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, rep
 
 
 def _round(setup: _Setup, rows: Sequence[BatchRow], reporter: Reporter, stage: str) -> None:
-    """Every width once; the first row is one question at a time."""
+    """Every row once; the first one is one question at a time, without drafts."""
     with reporter.stage(stage, total=len(rows), unit="widths") as advance:
-        found, seconds, separate = _alone(setup, range(len(QUESTIONS)))
+        expected, seconds, separate = _alone(setup, range(len(QUESTIONS)), drafting=False)
         tokens = len(QUESTIONS) * (setup.config.max_tokens - 1)
         own = setup.job.geometry.values_per_token * setup.job.tail_capacity * setup.job.itemsize
         largest = max(separate)
-        rows[0].runs.append(BatchRun(tokens, seconds, len(QUESTIONS), 1.0, largest - own, own, largest))
-        advance(1)
-        for row in rows[1:]:
-            texts, taken, shared = _together(setup, row.width)
-            same = sum(ours == alone for ours, alone in zip(texts, found, strict=True))
+        for row in rows:
+            found, taken, shared = expected, seconds, largest - own
+            if row.width > 1:
+                found, taken, shared = _together(setup, row.width, row.drafting)
+            elif row.drafting:
+                found, taken, _ = _alone(setup, range(len(QUESTIONS)), drafting=True)
+            same = sum(ours == alone for ours, alone in zip(found, expected, strict=True))
             caches = max(sum(separate[first : first + row.width]) for first in range(0, len(QUESTIONS), row.width))
             row.runs.append(BatchRun(tokens, taken, same, seconds / taken, shared, own * row.width, caches))
             advance(1)
 
 
-def _alone(setup: _Setup, indices: Sequence[int]) -> tuple[list[list[int]], float, list[int]]:
+def _alone(setup: _Setup, indices: Sequence[int], drafting: bool) -> tuple[list[list[int]], float, list[int]]:
     """Tokens of each question, the seconds that decoding took, and the bytes of each one's cache."""
     found, seconds, nbytes = [], 0.0, []
     for index in indices:
         cache, logits = setup.context.read(index, Stopwatch())
         times: list[float] = []
-        generation = generate(
-            setup.loaded.model,
-            setup.loaded.tokenizer,
-            cache,
-            logits,
-            sampler=Sampler(),
-            eos_token_ids=(),
-            max_tokens=setup.config.max_tokens,
-            on_token=lambda times=times: times.append(time.perf_counter()),  # type: ignore[misc]
-        )
+        spec = None
+        if drafting:
+            suffix = setup.job.reading.suffixes[index]
+            spec = make_speculator(setup.job, setup.loaded, cache, suffix, Sampler(), setup.config, lambda note: None)
+        with setup.loaded.active():
+            generation = generate(
+                setup.loaded.model,
+                setup.loaded.tokenizer,
+                cache,
+                logits,
+                sampler=Sampler(),
+                eos_token_ids=(),
+                max_tokens=setup.config.max_tokens,
+                speculator=spec,
+                on_token=lambda times=times: times.append(time.perf_counter()),  # type: ignore[misc]
+            )
         if generation.finish_reason == "interrupted":
             raise KeyboardInterrupt
         found.append(generation.token_ids)
@@ -163,16 +181,16 @@ def _alone(setup: _Setup, indices: Sequence[int]) -> tuple[list[list[int]], floa
     return found, seconds, nbytes
 
 
-def _together(setup: _Setup, width: int) -> tuple[list[list[int]], float, int]:
+def _together(setup: _Setup, width: int, drafting: bool) -> tuple[list[list[int]], float, int]:
     """Tokens of each question, the seconds of the passes, and the most bytes that a pool held."""
-    found: list[list[int]] = []
-    seconds, most = 0.0, 0
+    job, found, seconds, most = setup.job, list[list[int]](), 0.0, 0
     for first in range(0, len(QUESTIONS), width):
-        pool, decoder = BlockPool(setup.job.geometry, setup.job.layout), BatchDecoder(setup.loaded.model, width)
+        draft = make_batch_draft(job, setup.loaded, setup.config) if drafting else None
+        pool, decoder = BlockPool(job.geometry, job.layout), BatchDecoder(setup.loaded.model, width, draft)
         indices = range(first, min(first + width, len(QUESTIONS)))
         members = []
         for index, read in zip(indices, setup.context.share(indices, pool), strict=True):
-            logits = setup.context.read_suffix(setup.job.reading.suffixes[index], read.cache)
+            logits = setup.context.read_suffix(job.reading.suffixes[index], read.cache)
             stream = GenerationStream(
                 setup.loaded.tokenizer,
                 eos_token_ids=(),
@@ -180,13 +198,14 @@ def _together(setup: _Setup, width: int) -> tuple[list[list[int]], float, int]:
                 max_tokens=setup.config.max_tokens,
                 in_reasoning=False,
             )
-            members.append(BatchMember(read.cache, Sampler(), stream))
+            members.append(BatchMember(read.cache, Sampler(), stream, looked_up(job, index, draft)))
             decoder.join(members[-1], logits)
         most = max(most, pool.nbytes)
         start = time.perf_counter()
-        while decoder.running:
-            check_interrupt()
-            decoder.step()
+        with setup.loaded.active():
+            while decoder.running:
+                check_interrupt()
+                decoder.step()
         wait_for(setup.loaded.device)
         seconds += time.perf_counter() - start
         found += [member.end().token_ids for member in members]

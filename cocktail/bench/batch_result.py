@@ -14,7 +14,7 @@ from cocktail.model_folder import ModelFolder
 
 @dataclass(frozen=True)
 class BatchRun:
-    """All questions answered once at one width.
+    """All questions answered once in one way.
 
     Args:
         tokens: emitted after the first of each answer.
@@ -37,9 +37,10 @@ class BatchRun:
 
 @dataclass
 class BatchRow:
-    """The runs of one width."""
+    """The runs of one width, with drafts or without."""
 
     width: int
+    drafting: bool = False
     runs: list[BatchRun] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -49,6 +50,7 @@ class BatchRow:
         last = self.runs[-1] if self.runs else None
         return {
             "width": self.width,
+            "drafting": self.drafting,
             "status": "measured" if last else "not run",
             "tokens_per_second": statistics.median(rates) if rates else None,
             "tokens_per_second_low": min(rates, default=None),
@@ -80,13 +82,15 @@ class BatchResult:
     rows: list[BatchRow]
     load_average: Sequence[float] = ()
     partial: bool = False
+    streamed_layers: int = 0
+    emulated: bool = False
 
     @property
     def has_figures(self) -> bool:
         return any(row.runs for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON. A record of `variants` is a width: questions decoded together."""
+        """The result as JSON. A record of `variants` is a width: questions decoded together, with drafts or without."""
         return {
             "schema_version": SCHEMA_VERSION,
             "ok": True,
@@ -98,10 +102,11 @@ class BatchResult:
                 "questions": list(self.questions),
                 "document_tokens": self.document["tokens"],
                 "kv": self.kv_policy,
+                "streamed_layers": self.streamed_layers,
                 "max_tokens": self.max_tokens,
                 "repeats": self.repeats,
             },
-            "machine": {**asdict(self.machine), "emulated": False, "load_average": list(self.load_average)},
+            "machine": {**asdict(self.machine), "emulated": self.emulated, "load_average": list(self.load_average)},
             "baseline": "1",
             "variants": [row.record() for row in self.rows],
         }

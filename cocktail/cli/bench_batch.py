@@ -41,7 +41,12 @@ def bench_batch(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    draft: options.Draft = None,
+    draft_bits: options.DraftBits = None,
+    draft_max: options.DraftMax = None,
     model: options.Model = None,
+    vram: options.Vram = None,
+    link: options.Link = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     cache_dir: options.CacheDir = None,
@@ -61,7 +66,7 @@ def bench_batch(
 ) -> None:
     """Compare questions decoded together with one at a time: tokens a second, bytes shared, equal answers.
 
-    Eight questions about the document are answered at every width, in turns, in one run.
+    Eight questions about the document are answered at every width, without drafts and with them, in turns, in one run.
     """
 
     def measure() -> Result:

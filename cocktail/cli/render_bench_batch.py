@@ -28,6 +28,7 @@ def _same(record: Record) -> str:
 
 _COLUMNS = (
     Column("together", lambda record: str(record["width"]), 10),
+    Column("drafts", lambda record: "yes" if record["drafting"] else "no", 11),
     Column("tok/s", ratio_cell("tokens_per_second", 1), 9),
     Column("ratio", ratio_cell("ratio"), 9),
     Column("range", _range, 3),
@@ -51,13 +52,15 @@ def markdown(result: Record) -> str:
 
 
 def comma_separated(result: Record) -> str:
-    """One line a width; empty where nothing was measured."""
+    """One line a row; empty where nothing was measured."""
     return csv_lines(result["variants"], {})
 
 
 def _heading(result: Record) -> list[str]:
     workload, load = result["workload"], result["machine"]["load_average"]
     asked = f"{len(workload['questions'])} questions, KV {workload['kv']}, {workload['max_tokens']} tokens each"
+    if workload["streamed_layers"]:
+        asked += f"; {counted(workload['streamed_layers'], 'layer')} streamed"
     busy = f"load average {load[0]:.1f} before, {load[1]:.1f} after" if load else ""
     return [*setup_lines(result, f"{asked}, {counted(workload['repeats'], 'repeat')}"), *([busy] if busy else [])]
 
@@ -65,8 +68,8 @@ def _heading(result: Record) -> list[str]:
 def _notes(result: Record) -> list[str]:
     notes = ["Partial: the run was interrupted."] if result["partial"] else []
     notes.append(
-        "ratio: tokens a second against one question at a time in the same round, the median; same: answers with the "
-        "same tokens as then; shared: context held for all, each block once; separate: what caches of their own hold, "
-        "tails included."
+        "ratio: tokens a second against one question at a time without drafts in the same round, the median; same: "
+        "answers with the same tokens as then; shared: context held for all, each block once; separate: what caches of "
+        "their own hold, tails included."
     )
     return [one_line(note) for note in notes]

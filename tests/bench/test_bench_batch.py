@@ -11,7 +11,7 @@ from cocktail.bench import batch
 from cocktail.bench.batch import QUESTIONS
 from cocktail.bench.batch_result import BatchRow, BatchRun
 from cocktail.cli.app import run
-from tests.cocktail.drafted_runs import TEXT
+from tests.cocktail.drafted_runs import TEXT, saved
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def test_every_width_gives_the_answers_of_one_at_a_time(
     assert run([*arguments, "--widths", "3,8", "-o", "json"]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = result["variants"]
-    assert [row["width"] for row in rows] == [1, 3, 8]
+    assert [(row["width"], row["drafting"]) for row in rows] == [
+        (width, drafting) for drafting in (False, True) for width in (1, 3, 8)
+    ]
     for row in rows:
         assert (row["status"], row["runs"], row["same_answers"]) == ("measured", 2, len(QUESTIONS))
         assert row["tokens"] == len(QUESTIONS) * 5
@@ -37,6 +39,21 @@ def test_every_width_gives_the_answers_of_one_at_a_time(
     assert rows[0]["ratio"] == 1
     assert rows[1]["own_bytes"] == 3 * rows[0]["own_bytes"]
     assert rows[2]["shared_bytes"] < 8 * rows[0]["shared_bytes"]
+
+
+@pytest.mark.parametrize("draft", ["off", "self"])
+def test_layers_may_be_streamed(
+    arguments: list[str], draft: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All widths then have the plan of the widest one."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
+    arguments[arguments.index("-m") + 1] = str(saved(tmp_path / "deep", tiny_folder, 3, **sizes))
+    assert run([*arguments, "--widths", "2", "--draft", draft, "--vram", "9MB", "-o", "json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["workload"]["streamed_layers"] > 0
+    assert result["machine"]["emulated"]
+    assert {row["drafting"] for row in result["variants"]} == {False, draft == "self"}
+    assert {row["same_answers"] for row in result["variants"]} == {len(QUESTIONS)}
 
 
 @pytest.mark.parametrize("output", ["table", "md", "csv"])
@@ -61,13 +78,13 @@ def test_after_an_interrupt_what_was_measured_is_written(
 ) -> None:
     together = batch._together
 
-    def interrupted(setup: object, width: int) -> object:
+    def interrupted(setup: object, width: int, drafting: bool) -> object:
         if width == 8:
             raise KeyboardInterrupt
-        return together(setup, width)  # type: ignore[arg-type]
+        return together(setup, width, drafting)  # type: ignore[arg-type]
 
     monkeypatch.setattr(batch, "_together", interrupted)
-    assert run([*arguments, "--widths", "2,8", "-o", "json"]) != 0
+    assert run([*arguments, "--widths", "2,8", "--draft", "off", "-o", "json"]) != 0
     result = json.loads(capsys.readouterr().out)
     assert result["partial"]
     assert [row["status"] for row in result["variants"]] == ["measured", "measured", "not run"]
@@ -75,7 +92,7 @@ def test_after_an_interrupt_what_was_measured_is_written(
 
 def test_a_row_is_the_median_of_its_rounds() -> None:
     runs = [BatchRun(10, seconds, same, 2 / seconds, 5, 6, 7) for seconds, same in ((1.0, 8), (2.0, 7), (4.0, 8))]
-    record = BatchRow(4, runs).record()
+    record = BatchRow(4, runs=runs).record()
     assert (record["tokens_per_second"], record["ratio"], record["same_answers"]) == (5.0, 1.0, 7)
     assert (record["ratio_low"], record["ratio_high"]) == (0.5, 2.0)
-    assert set(BatchRow(4).record().values()) == {4, "not run", 0, None}
+    assert set(BatchRow(4).record().values()) == {4, False, "not run", 0, None}

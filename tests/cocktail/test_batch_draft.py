@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cocktail import batch_decode
+from cocktail import attention, batch_decode
 from cocktail.batch_cache import BatchCache
 from cocktail.batch_decode import BatchDecoder, BatchMember
 from cocktail.batch_draft import BatchDraft
@@ -177,7 +177,7 @@ def test_the_tail_holds_what_one_pass_over_the_answer_writes(batch: Batch) -> No
             taken = member.cache.tail_len - again.tail_len
             # The last pass may have taken more than the answer's limit lets it tell.
             assert taken >= len(tokens)
-            batch_decode.forward_logits(batch.model, tokens, BatchCache([again]).begin([len(tokens)]), again, 0)
+            attention.forward_logits(batch.model, tokens, BatchCache([again]).begin([len(tokens)]), again, 0)
             for ours, expected in zip(member.cache.kv_layers, again.kv_layers, strict=True):
                 stop = again.tail_len + len(tokens)
                 torch.testing.assert_close(ours.key[:, :stop], expected.key[:, :stop], rtol=1e-4, atol=1e-5)
@@ -189,7 +189,7 @@ def test_no_more_rows_are_drafted_than_a_pass_may_have(batch: Batch, monkeypatch
     alone = ids([batch.alone(index) for index in range(QUESTIONS)])
     drafting, rows = Drafting(batch, known=alone), []
     drafting.draft.drafted = 3
-    forward = batch_decode.forward_logits
+    forward = attention.forward_logits
 
     def seeing(model: Any, tokens: torch.Tensor, *args: Any, **options: Any) -> Any:
         rows.append(len(tokens))
