@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from cocktail.answer import Answer, DocumentInfo, error_json
@@ -17,6 +19,8 @@ from cocktail.report import Reporter
 # What is every question's of a group.
 _UNREADABLE = (DocumentError, NoTextError, EncryptedError)
 Result = dict[str, Any]
+# Receives a traceback.
+OnFailure = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,13 @@ def group_questions(questions: Iterable[BatchQuestion]) -> list[BatchGroup]:
     return [BatchGroup(source, tuple(groups[source])) for source in sorted(groups, key=place)]
 
 
+def by_document(groups: Iterable[BatchGroup]) -> list[list[BatchGroup]]:
+    """Groups as `group_questions` sorts them, parted where another document, or another model, begins."""
+    return [
+        list(same) for _, same in groupby(groups, lambda group: (_form(group.source.config), group.source.document))
+    ]
+
+
 def _form(config: Config) -> tuple[object, ...]:
     """The settings that decide which models are loaded, and how."""
     device = config.device, config.dtype, config.vram_bytes, config.vram_auto, config.link_bytes_per_second
@@ -53,12 +64,10 @@ class BatchWorker:
     Args:
         config: the settings of the command line.
         reporter: receives the stages.
-        on_failure: receives the error of a question that fails, whose result tells less.
+        on_failure: receives the traceback of a question that fails, whose result tells less.
     """
 
-    def __init__(
-        self, config: Config, reporter: Reporter, on_failure: Callable[[Exception], None] | None = None
-    ) -> None:
+    def __init__(self, config: Config, reporter: Reporter, on_failure: OnFailure | None = None) -> None:
         from cocktail.loaded_models import LoadedModels
 
         self._config, self._reporter, self._on_failure = config, reporter, on_failure
@@ -77,12 +86,23 @@ class BatchWorker:
         if not all(self._has_own_model(group.source) for group in groups):
             check_run(self._config, self._reporter)
 
-    def answer(self, group: BatchGroup) -> Generator[tuple[BatchQuestion, Result], None, None]:
+    def answer_all(self, groups: Iterable[BatchGroup]) -> Generator[tuple[BatchQuestion, Result], None, None]:
+        """As `answer`, for one group after the other."""
+        for group in groups:
+            yield from self.answer(group)
+
+    def answer(
+        self, group: BatchGroup, data: bytes | None = None
+    ) -> Generator[tuple[BatchQuestion, Result], None, None]:
         """Each question with its result, as it comes: the contract's JSON object, of an answer or of an error.
 
         The answer to a question is the one that it would get alone, up to rounding where several are decoded together.
         Where the group cannot be answered in one run, its questions are asked one at a time, so that one of them does
         not fail the others.
+
+        Args:
+            group: the questions.
+            data: the document's bytes, if its file is not to be read.
 
         Raises:
             ModelError: the command line's model does not work, so that all would fail alike.
@@ -93,7 +113,7 @@ class BatchWorker:
             failed: list[tuple[BatchQuestion, Result]] = []
             asked = waiting[:1] if alone else list(waiting)
             try:
-                with closing(self._run(group.source, asked)) as answers:
+                with closing(self._run(group.source, asked, data)) as answers:
                     for index, answer in answers:
                         question = asked[index]
                         waiting.remove(question)
@@ -107,9 +127,7 @@ class BatchWorker:
                     # It may have ended in the middle of a pass.
                     self._models.close()
                 if alone or isinstance(error, _UNREADABLE):
-                    if self._on_failure is not None:
-                        self._on_failure(error)
-                    failed = [(question, error_result(question, error)) for question in waiting[: 1 if alone else None]]
+                    failed = failed_results(waiting[: 1 if alone else None], error, self._on_failure)
                 alone = True
             yield from failed
             del waiting[: len(failed)]
@@ -119,13 +137,14 @@ class BatchWorker:
         self._models.close()
 
     def _run(
-        self, source: BatchSource, questions: Sequence[BatchQuestion]
+        self, source: BatchSource, questions: Sequence[BatchQuestion], data: bytes | None
     ) -> Generator[tuple[int, Answer], None, None]:
         from cocktail.engine import Request, answer_in_batches
 
         request = Request(
             source.document,
             tuple(question.text for question in questions),
+            data=data,
             pages=source.pages,
             password=source.password,
             strict=source.strict,
@@ -145,6 +164,15 @@ class BatchWorker:
 def answer_result(question: BatchQuestion, answer: Answer) -> Result:
     """The JSON object of an answer; `job` tells whose it is."""
     return {**replace(answer, id=question.id).to_json(), "job": question.key}
+
+
+def failed_results(
+    questions: Iterable[BatchQuestion], error: Exception, on_failure: OnFailure | None
+) -> list[tuple[BatchQuestion, Result]]:
+    """Questions with the result of an error that is all of theirs; `on_failure` is told it once."""
+    if on_failure is not None:
+        on_failure("".join(traceback.format_exception(error)))
+    return [(question, error_result(question, error)) for question in questions]
 
 
 def error_result(item: BatchQuestion | RefusedLine, error: Exception) -> Result:

@@ -20,7 +20,7 @@ SOURCE_OPTIONS = ("pages", "password", "strict")
 # They say where and how fast an answer is computed.
 _NOT_IN_KEY = (
     *("device", "vram_bytes", "vram_auto", "link_bytes_per_second", "draft", "draft_bits", "draft_max", "draft_model"),
-    *("offline", "cache_dir", "cache", "cache_bytes", "history", "batch_size"),
+    *("offline", "cache_dir", "cache", "cache_bytes", "history", "batch_size", "engine", "workers"),
 )
 _KEY_DIGITS = 32
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -16,6 +16,7 @@ KV_POLICIES = ("cocktail", "cocktail-paper", *UNIFORM_POLICIES)
 DRAFTS = ("auto", "self", "ngram", "off")
 DRAFT_BITS = ("4", "3", "2", "nf4")
 VERIFIERS = ("match", "rejection")
+ENGINES = ("local", "ray")
 REJECTION_STEPS = 6  # tokens of a chain that rejection sampling verifies
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SCORER = "minilm"
@@ -51,6 +52,8 @@ class Config:
     draft_model: str | None = None  # a folder or name of a smaller model with the same tokenizer
     verify: str = "match"
     batch_size: int = 8  # questions about one document that are decoded together
+    engine: str = "local"  # what a batch's questions are answered by
+    workers: int | None = None  # processes of Ray; None: one for each card, else for each machine
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
     cache: bool = True  # what is read of documents is kept on disk
@@ -78,6 +81,8 @@ class Config:
         check(0 <= self.restate <= 10, "--restate", self.restate, "from 0 (off) to 10 passages")
         check(self.history >= 0, "--history", self.history, "0 (none) or more tokens")
         check(1 <= self.batch_size <= 64, "--batch-size", self.batch_size, "from 1 to 64 questions")
+        check(self.engine in ENGINES, "--engine", self.engine, "one of " + ", ".join(ENGINES))
+        check(self.workers is None or 1 <= self.workers <= 1024, "--workers", self.workers, "from 1 to 1024")
         check(self.draft in DRAFTS, "--draft", self.draft, "one of " + ", ".join(DRAFTS))
         check(self.draft_bits in DRAFT_BITS, "--draft-bits", self.draft_bits, "one of " + ", ".join(DRAFT_BITS))
         check(1 <= self.draft_max <= 256, "--draft-max", self.draft_max, "from 1 to 256 tokens")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked about what; `data` holds the bytes of standard input where `document` is "-".
+    """What is asked about what; `data` holds the document's bytes where they are not in a file, as for "-".
 
     `alike` refuses questions that would not all be answered as each would be alone.
     """

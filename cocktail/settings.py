@@ -191,6 +191,8 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "restate": _integer,
     "history": _integer,
     "batch_size": _integer,
+    "engine": _word,
+    "workers": _integer,
     "draft": _word,
     "draft_bits": _bits,
     "draft_max": _integer,
@@ -206,8 +208,8 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "cache_form": _word,
 }
 # A project file comes with whatever folder one works in, so it may neither lift a promise made elsewhere, nor choose
-# where files are written, nor what is fetched and loaded: of models only those known by name.
-NOT_IN_PROJECT_FILE = ("offline", "cache_dir", "cache", "cache_size")
+# where files are written, nor what is started, fetched and loaded: of models only those known by name.
+NOT_IN_PROJECT_FILE = ("offline", "cache_dir", "cache", "cache_size", "engine", "workers")
 NAMES_IN_PROJECT_FILE = {"model": MODELS, "draft_model": MODELS, "scorer": SCORERS}
 
 

@@ -19,12 +19,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cocktail"
 LINKS = ("cli", "kernels", "offload")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = {"accelerate", "bitsandbytes", "numba", "pypdfium2", "sentence_transformers", "torch", "transformers", "triton"}
+HEAVY = {
+    *("accelerate", "bitsandbytes", "numba", "pypdfium2", "ray", "sentence_transformers", "torch", "transformers"),
+    "triton",
+}
 ENVIRONMENT_READERS = {
     "cocktail.settings": "the COCKTAIL_* variables",
     "cocktail.cli.app": "sets libraries up before they load; shell completion",
     "cocktail.cli.output": "NO_COLOR and TERM",
     "cocktail.kernels.aot": "turns the interpreter off for the processes that compile",
+    "cocktail.batch_ray": "OMP_NUM_THREADS, for the workers",
+    "cocktail.ray_cluster": "RAY_ADDRESS; sets Ray up before it loads",
+    "cocktail.ray_worker": "puts OMP_NUM_THREADS back",
     "cocktail.fetch": "hands pip the environment with another temporary folder",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +19,9 @@ from cocktail.errors import BatchError, CocktailError, UsageError
 from cocktail.settings import resolve
 
 if TYPE_CHECKING:
+    from cocktail.batch import BatchWorker, OnFailure
     from cocktail.batch_journal import BatchJournal
+    from cocktail.batch_ray import RayWorkers
     from cocktail.cli.render import TerminalReporter
 
 Item = BatchQuestion | RefusedLine
@@ -59,6 +60,8 @@ def batch(
         bool, typer.Option("--fail-fast", help="Stop at the first question that fails.", rich_help_panel="Batch")
     ] = False,
     batch_size: options.BatchSize = None,
+    engine: options.Engine = None,
+    workers: options.Workers = None,
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
@@ -105,6 +108,8 @@ def batch(
     goes on where it was.
     """
     config = resolve(ctx.params).config()
+    if workers is not None and config.engine != "ray":
+        raise UsageError(f"--workers has no meaning with --engine {config.engine}.", "Add --engine ray.")
     target = Output(output)
     if target.path is None or (target.path.exists() and not target.path.is_file()):
         raise UsageError(f"--output {output} is no regular file, which a batch needs.", "Name a file.")
@@ -181,27 +186,36 @@ def _run(
         if any(isinstance(item, BatchQuestion) for item in items):
             reporter.note(f"{journal.output} has a result of each question already")
         return
-    from cocktail.batch import BatchWorker, group_questions
+    from cocktail.batch import group_questions
 
     journal.begin()
     began, before = time.perf_counter(), _count(items, journal)
     groups = group_questions(pending)
-    on_failure = traceback.print_exception if debug else None
-    with closing(BatchWorker(config, _Once(reporter), on_failure)) as worker:
+    with closing(_worker(config, _Once(reporter), sys.stderr.write if debug else None)) as worker:
         worker.check(groups)
         with reporter.stage("batch", total=len(items), unit="questions") as advance:
             advance(before)
-            for group in groups:
-                with closing(worker.answer(group)) as answers:
-                    for question, result in answers:
-                        journal.append(result)
-                        advance(1)
-                        if fail_fast and not result["ok"]:
-                            raise _stopped(question, journal)
+            with closing(worker.answer_all(groups)) as answers:
+                for question, result in answers:
+                    journal.append(result)
+                    advance(1)
+                    if fail_fast and not result["ok"]:
+                        raise _stopped(question, journal)
     failed = sum(not journal.results[question.key]["ok"] for question in pending)
     earlier = f"; {before:,} before" if before else ""
     seconds = time.perf_counter() - began
     reporter.note(f"{len(pending) - failed:,} answered, {failed:,} failed in {seconds:.1f} s{earlier}")
+
+
+def _worker(config: Config, reporter: _Once, on_failure: OnFailure | None) -> BatchWorker | RayWorkers:
+    """What answers the questions."""
+    if config.engine == "ray":
+        from cocktail.batch_ray import RayWorkers
+
+        return RayWorkers(config, reporter, on_failure)
+    from cocktail.batch import BatchWorker
+
+    return BatchWorker(config, reporter, on_failure)
 
 
 def _pending(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
+from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, ENGINES, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
 from cocktail.settings import DTYPE_ALIASES, SCORERS
 
@@ -317,6 +317,27 @@ BatchSize = Annotated[
         "--batch-size",
         metavar="N",
         help=f"Questions about one document that are decoded together, at most (default: {_DEFAULT.batch_size}).",
+        rich_help_panel="Batch",
+    ),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="|".join(ENGINES),
+        help="local: one document after the other in this process. ray: in worker processes of Ray, on the cluster "
+        f"that RAY_ADDRESS names or on this machine (default: {_DEFAULT.engine}).",
+        autocompletion=_complete(ENGINES),
+        rich_help_panel="Batch",
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        help="With --engine ray: worker processes, each with a model of its own (default: one for each card of the "
+        "cluster, or for each machine if it has none).",
         rich_help_panel="Batch",
     ),
 ]

@@ -256,11 +256,14 @@ def test_a_document_that_cannot_be_read_fails_all_its_questions_once(
 ) -> None:
     (tmp_path / "blank.txt").write_text(" \n")
     asked = [question(tmp_path / name, text, config) for name in ("blank.txt", "none.txt") for text in (WHO, CATS)]
-    failures: list[Exception] = []
+    failures: list[str] = []
     with closing(BatchWorker(config, SilentReporter(), failures.append)) as worker:
         results = [result for group in group_questions(asked) for _, result in worker.answer(group)]
     assert [result["error"]["code"] for result in results] == ["no_text"] * 2 + ["document"] * 2
-    assert [type(error).__name__ for error in failures] == ["NoTextError", "DocumentError"]
+    assert [trace.splitlines()[-1].partition(":")[0] for trace in failures] == [
+        "cocktail.errors.NoTextError",
+        "cocktail.errors.DocumentError",
+    ]
 
 
 def test_a_model_that_is_missing_ends_the_batch_and_one_of_a_line_s_own_does_not(

@@ -1,0 +1,240 @@
+"""A batch's documents spread over worker processes that Ray runs, on this machine or on a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from cocktail.batch import BatchGroup, OnFailure, Result, by_document, failed_results
+from cocktail.batch_file import BatchQuestion
+from cocktail.config import Config
+from cocktail.document import document_bytes
+from cocktail.errors import CocktailError, DocumentError, UsageError
+from cocktail.interrupts import check_interrupt
+from cocktail.ray_cluster import first_line, ray_cluster
+from cocktail.ray_worker import RayWorker
+from cocktail.report import Reporter
+
+# A question at which so many workers died is given up; the last one is asked it alone.
+_TRIES = 3
+_LOOK_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0
+_AGAIN = "a worker of Ray died; what it had not answered is asked again."
+_WAITING = "Ray has started no worker yet; `ray status` says what its cluster has free."
+
+
+class RayWorkers:
+    """Answers groups as `BatchWorker` does, each document in one of several processes of Ray.
+
+    Its bytes go with it, so that the process's machine need not have the file.
+
+    Args:
+        config: the settings of the command line; without `workers` there is one for each card, else for each machine.
+        reporter: receives notes and warnings.
+        on_failure: as `BatchWorker`'s.
+
+    Raises:
+        UsageError: Ray is not installed.
+    """
+
+    def __init__(self, config: Config, reporter: Reporter, on_failure: OnFailure | None = None) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError("--engine ray needs Ray, which is not installed.", "Run: pip install 'cocktail-qa[ray]'")
+        self._config, self._reporter, self._on_failure = config, reporter, on_failure
+        self._places: list[_Place] = []
+        self._deaths: Counter[str] = Counter()
+        self._stack = ExitStack()
+
+    def check(self, groups: Sequence[BatchGroup]) -> None:
+        """Starts the workers; returns once one of them has found what `BatchWorker.check` looks for.
+
+        Raises:
+            ModelError: as there.
+            UsageError: as there, or RAY_ADDRESS cannot be used.
+            CocktailError: Ray, or a worker, cannot be started.
+        """
+        with self._reporter.stage("start"):
+            secret = any(group.source.password for group in groups)
+            is_own = self._stack.enter_context(ray_cluster(hides_command=secret))
+            self._start(groups, is_own)
+            while all(place.is_starting for place in self._places):
+                # No question was asked yet.
+                assert not list(self._listen())
+
+    def answer_all(self, groups: Sequence[BatchGroup]) -> Generator[tuple[BatchQuestion, Result], None, None]:
+        """Each question with its result, as it comes.
+
+        The groups of a document go to one worker, one after the other. A worker that dies is started again by Ray and
+        asked what it had not answered.
+
+        Raises:
+            ModelError: as `BatchWorker.answer`.
+            CocktailError: a worker dies as often as it is started.
+            KeyboardInterrupt: the run was interrupted.
+        """
+        import ray
+
+        waiting = deque(by_document(groups))
+        while True:
+            for place in self._places:
+                while waiting and place.is_idle:
+                    document = waiting.popleft()
+                    try:
+                        place.take(document, ray.put(document_bytes(document[0].source.document)))
+                    except DocumentError as error:
+                        for group in document:
+                            yield from failed_results(group.questions, error, self._on_failure)
+            if not waiting and not any(place.is_busy for place in self._places):
+                return
+            yield from self._listen()
+
+    def close(self) -> None:
+        """Ends the workers, and Ray if it was started here."""
+        self._stack.close()
+
+    def _start(self, groups: Sequence[BatchGroup], is_own: bool) -> None:
+        """Starts the workers, no more than there are documents."""
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        uses_cards = any(group.source.config.device != "cpu" for group in groups)
+        cards = int(sum(node.get("GPU", 0) for node in nodes)) if uses_cards else 0
+        able = [node for node in nodes if node.get("GPU")] if cards else nodes
+        count = min(self._config.workers or cards or len(able), len(by_document(groups)))
+        worker = ray.remote(RayWorker).options(
+            num_cpus=0 if is_own else 1, num_gpus=1 if cards else 0, scheduling_strategy="SPREAD", max_restarts=-1
+        )
+        environment = os.getcwd(), os.environ.get("OMP_NUM_THREADS"), math.ceil(count / len(able))
+        checked = [BatchGroup(group.source, ()) for group in groups]
+        for _ in range(count):
+            actor = worker.remote(self._config, self._on_failure is not None, *environment)
+            self._stack.callback(ray.kill, actor)
+            self._places.append(_Place(actor, checked))
+
+    def _listen(self) -> Iterator[tuple[BatchQuestion, Result]]:
+        """Waits until a worker tells something; yields the result, or those of questions that are given up."""
+        import ray
+
+        streams = {place.stream: place for place in self._places if place.stream is not None}
+        patience = time.monotonic() + _PATIENCE_SECONDS
+        ready: list[Any] = []
+        while not ready:
+            check_interrupt()
+            ready, _ = ray.wait(list(streams), timeout=_LOOK_SECONDS)
+            if time.monotonic() > patience and all(place.is_starting for place in self._places):
+                self._reporter.note(_WAITING)
+                patience = math.inf
+        place = streams[ready[0]]
+        try:
+            said, answer = ray.get(next(place.stream))
+        except StopIteration:
+            place.go_on()
+        except ray.exceptions.RayTaskError as error:
+            check_interrupt()
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            check_interrupt()
+            yield from self._died(place, error)
+        else:
+            self._tell(said)
+            if answer is not None:
+                key, result = answer
+                yield place.asked.pop(key), result
+
+    def _tell(self, said: list[tuple[str, str]]) -> None:
+        for kind, text in said:
+            if kind != "failure":
+                getattr(self._reporter, kind)(text)
+            elif self._on_failure is not None:
+                self._on_failure(text)
+
+    def _died(self, place: _Place, error: Exception) -> Iterator[tuple[BatchQuestion, Result]]:
+        """Yields the questions that are given up; the others that a worker had not answered come next."""
+        if place.is_starting:
+            raise CocktailError(
+                f"A worker of Ray cannot be started: {first_line(error)}",
+                "Its machine needs this version of cocktail, and memory for the model.",
+            ) from error
+        self._deaths.update(list(place.asked))
+        lost = [question for key, question in place.asked.items() if self._deaths[key] == _TRIES]
+        left = [question for key, question in place.asked.items() if self._deaths[key] < _TRIES]
+        if left:
+            self._reporter.warn(_AGAIN)
+        place.start_again(left, alone=any(self._deaths[question.key] == _TRIES - 1 for question in left))
+        given_up = CocktailError(
+            f"The worker died {_TRIES} times while it was at this question.",
+            "It may have had too little memory: fewer --workers, or a lower --batch-size, need less.",
+        )
+        for question in lost:
+            yield from failed_results([question], given_up, self._on_failure)
+
+
+@dataclass(eq=False)
+class _Place:
+    """A worker as this process sees it.
+
+    Args:
+        actor: the worker.
+        checked: what it looks for as it starts.
+        stream: what it is telling.
+        asked: what it has not answered of the group that it is at, by key.
+        groups: what it is asked next.
+        data: refers to the bytes of their document.
+    """
+
+    actor: Any
+    checked: Sequence[BatchGroup]
+    stream: Any = None
+    is_starting: bool = True
+    asked: dict[str, BatchQuestion] = field(default_factory=dict)
+    groups: deque[BatchGroup] = field(default_factory=deque)
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a document."""
+        return self.stream is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has one."""
+        return self.data is not None
+
+    def start(self) -> None:
+        """Lets it look for its model, also after it died, which Ray waits for."""
+        check = self.actor.check.options(num_returns="streaming", max_task_retries=_TRIES - 1)
+        self.stream, self.is_starting = check.remote(self.checked), True
+
+    def start_again(self, questions: Sequence[BatchQuestion], *, alone: bool) -> None:
+        """As `start`; these questions of the last group come next, together or each alone."""
+        parts = [[question] for question in questions] if alone else [questions] if questions else []
+        self.groups.extendleft(BatchGroup(part[0].source, tuple(part)) for part in reversed(parts))
+        self.asked = {}
+        self.start()
+
+    def take(self, document: Iterable[BatchGroup], data: Any) -> None:
+        """Asks it all about one document."""
+        self.groups, self.data = deque(document), data
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Asks it the next group, as what it told has ended."""
+        self.stream, self.is_starting = None, False
+        if not self.groups:
+            self.data = None
+            return
+        group = self.groups.popleft()
+        self.asked = {question.key: question for question in group.questions}
+        # Ray itself would ask all of them again.
+        answer = self.actor.answer.options(num_returns="streaming", max_task_retries=0)
+        self.stream = answer.remote(group, self.data)
