@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cocktail.batch import BatchGroup, OnFailure, Result, by_document, failed_results
 from cocktail.batch_file import BatchQuestion
@@ -157,7 +157,8 @@ class RayWorkers:
 
     def _died(self, place: _Place, error: Exception) -> Iterator[tuple[BatchQuestion, Result]]:
         """Yields the questions that are given up; the others that a worker had not answered come next."""
-        if place.is_starting:
+        place.deaths += place.is_starting
+        if place.phase == "wakes" or place.deaths == _TRIES:
             raise CocktailError(
                 f"A worker of Ray cannot be started: {first_line(error)}",
                 "Its machine needs this version of cocktail, and memory for the model.",
@@ -183,7 +184,9 @@ class _Place:
     Args:
         actor: the worker.
         checked: what it looks for as it starts.
+        phase: what it does; "answers" also while it waits for a document.
         stream: what it is telling.
+        deaths: while it checked.
         asked: what it has not answered of the group that it is at, by key.
         groups: what it is asked next.
         data: refers to the bytes of their document.
@@ -191,14 +194,20 @@ class _Place:
 
     actor: Any
     checked: Sequence[BatchGroup]
+    phase: Literal["wakes", "checks", "answers"] = "wakes"
     stream: Any = None
-    is_starting: bool = True
+    deaths: int = 0
     asked: dict[str, BatchQuestion] = field(default_factory=dict)
     groups: deque[BatchGroup] = field(default_factory=deque)
     data: Any = None
 
     def __post_init__(self) -> None:
-        self.start()
+        self._wake()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it cannot answer yet."""
+        return self.phase != "answers"
 
     @property
     def is_idle(self) -> bool:
@@ -210,31 +219,35 @@ class _Place:
         """Whether it has one."""
         return self.data is not None
 
-    def start(self) -> None:
-        """Lets it look for its model, also after it died, which Ray waits for."""
-        check = self.actor.check.options(num_returns="streaming", max_task_retries=_TRIES - 1)
-        self.stream, self.is_starting = check.remote(self.checked), True
-
-    def start_again(self, questions: Sequence[BatchQuestion], *, alone: bool) -> None:
-        """As `start`; these questions of the last group come next, together or each alone."""
-        parts = [[question] for question in questions] if alone else [questions] if questions else []
-        self.groups.extendleft(BatchGroup(part[0].source, tuple(part)) for part in reversed(parts))
-        self.asked = {}
-        self.start()
-
     def take(self, document: Iterable[BatchGroup], data: Any) -> None:
         """Asks it all about one document."""
         self.groups, self.data = deque(document), data
         self.go_on()
 
     def go_on(self) -> None:
-        """Asks it the next group, as what it told has ended."""
-        self.stream, self.is_starting = None, False
-        if not self.groups:
-            self.data = None
+        """Lets it do what comes next, as what it told has ended."""
+        # Ray does not repeat these by itself if the worker dies: it would ask what is answered already, too.
+        if self.phase == "wakes":
+            self.phase, self.stream = "checks", self._stream(self.actor.check, self.checked)
             return
-        group = self.groups.popleft()
-        self.asked = {question.key: question for question in group.questions}
-        # Ray itself would ask all of them again.
-        answer = self.actor.answer.options(num_returns="streaming", max_task_retries=0)
-        self.stream = answer.remote(group, self.data)
+        self.phase, self.stream, self.deaths = "answers", None, 0
+        if self.groups:
+            group = self.groups.popleft()
+            self.asked = {question.key: question for question in group.questions}
+            self.stream = self._stream(self.actor.answer, group, self.data)
+        else:
+            self.data = None
+
+    def start_again(self, questions: Sequence[BatchQuestion], *, alone: bool) -> None:
+        """After its death; these questions of the group that it was at come next, together or each alone."""
+        parts = [[question] for question in questions] if alone else [questions] if questions else []
+        self.groups.extendleft(BatchGroup(part[0].source, tuple(part)) for part in reversed(parts))
+        self.asked = {}
+        self._wake()
+
+    def _wake(self) -> None:
+        # Ray repeats this one until it has started the worker, for the first time or again.
+        self.phase, self.stream = "wakes", self._stream(self.actor.wake, max_task_retries=-1)
+
+    def _stream(self, method: Any, *arguments: object, max_task_retries: int = 0) -> Any:
+        return method.options(num_returns="streaming", max_task_retries=max_task_retries).remote(*arguments)

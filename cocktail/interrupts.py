@@ -3,6 +3,12 @@ destructor, or where C code calls back into Python. So long work looks here from
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Numbers of the signals, in the order in which they came; whoever handles signals adds to it.
 received: list[int] = []
 
@@ -16,3 +22,24 @@ def check_interrupt() -> None:
     """Raises KeyboardInterrupt if the process was interrupted."""
     if received:
         raise KeyboardInterrupt
+
+
+def ignore() -> None:
+    """Ignores both signals from now on."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Ignores both signals for a while, in which something short must not be cut off."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    ignore()
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

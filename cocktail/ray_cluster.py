@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 
 from cocktail.errors import CocktailError, UsageError
-from cocktail.interrupts import check_interrupt
+from cocktail.interrupts import check_interrupt, ignored
 
 _REACH_SECONDS = 10.0
-_END_SECONDS = 5.0
 
 
 @contextmanager
@@ -115,8 +114,9 @@ def _end(before: set[psutil.Process]) -> None:
     """Disconnects, and ends what was started; `before` are the child processes that were there."""
     import ray
 
-    started = set(psutil.Process().children(recursive=True)) - before
-    ray.shutdown()
-    for process in psutil.wait_procs(started, _END_SECONDS)[1]:
-        with suppress(psutil.Error):
-            process.kill()
+    with ignored():
+        started = set(psutil.Process().children(recursive=True)) - before
+        ray.shutdown()
+        for process in started:
+            with suppress(psutil.Error):
+                process.kill()

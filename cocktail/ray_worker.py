@@ -32,15 +32,21 @@ class RayWorker:
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = threads
-        elif sharing > 1:
-            import torch
-
-            torch.set_num_threads(max(1, torch.get_num_threads() // sharing))
+        self._config, self._sharing = config, sharing if threads is None else 1
         self._reporter = _Collector()
-        self._worker = BatchWorker(config, self._reporter, self._reporter.failure if tells_failures else None)
+        self._on_failure = self._reporter.failure if tells_failures else None
+
+    def wake(self) -> Iterator[Told]:
+        """Tells nothing: it is there."""
+        yield [], None
 
     def check(self, groups: Sequence[BatchGroup]) -> Iterator[Told]:
-        """As `BatchWorker.check`; tells what was said."""
+        """As `BatchWorker.check`; tells what was said. Must be called first."""
+        import torch
+
+        if self._sharing > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // self._sharing))
+        self._worker = BatchWorker(self._config, self._reporter, self._on_failure)
         try:
             self._worker.check(groups)
         finally:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from cocktail.interrupts import SIGNALS
+from cocktail.interrupts import ignore as ignore
+from cocktail.interrupts import ignored as ignored
 from cocktail.interrupts import received as received
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def catch() -> None:
@@ -27,27 +25,6 @@ def catch() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
-
-
-def ignore() -> None:
-    """Ignores both signals from now on."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-@contextmanager
-def ignored() -> Iterator[None]:
-    """Ignores both signals for a while, in which something short must not be cut off."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
-        return
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    ignore()
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def exit_code() -> int:
