@@ -115,7 +115,10 @@ def _end(before: set[psutil.Process]) -> None:
     import ray
 
     with ignored():
-        started = set(psutil.Process().children(recursive=True)) - before
+        started = [child for child in psutil.Process().children() if child not in before]
+        for child in list(started):
+            with suppress(psutil.Error):
+                started += child.children(recursive=True)
         ray.shutdown()
         for process in started:
             with suppress(psutil.Error):

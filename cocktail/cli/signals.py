@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from cocktail.interrupts import SIGNALS
+from cocktail.interrupts import SIGNALS as SIGNALS
 from cocktail.interrupts import ignore as ignore
 from cocktail.interrupts import ignored as ignored
 from cocktail.interrupts import received as received

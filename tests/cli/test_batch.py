@@ -240,7 +240,8 @@ def test_answers_by_other_settings_or_to_other_questions_are_not_replaced(
 
 
 @pytest.mark.parametrize(
-    "change", [("--device", "cpu"), ("--vram", "8GB"), ("--no-cache",), ("--draft", "off"), ("-v",)]
+    "change",
+    [("--device", "cpu"), ("--vram", "8GB"), ("--no-cache",), ("--draft", "off"), ("--engine", "ray"), ("-v",)],
 )
 def test_where_and_how_fast_an_answer_is_computed_may_change(cocktail: Run, change: tuple[str, ...]) -> None:
     jobs(line("one"))
@@ -358,6 +359,27 @@ def test_wrong_options_of_the_command_line_are_not_two_hundred_failures(cocktail
     result = cocktail("batch", jobs(line("one")), "-o", "out.jsonl", "--temperature", "-1")
     assert (result.code, engine.SEEN) == (2, [])
     assert os.listdir() == ["jobs.jsonl"]
+
+
+def test_without_ray_its_engine_says_how_to_install_it(
+    cocktail: Run, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = cocktail("batch", jobs(line("one")), "-o", "out.jsonl", "--engine", "ray")
+    assert (result.code, result.out, engine.SEEN) == (2, "", [])
+    assert result.err.splitlines() == [
+        "error: --engine ray needs Ray, which is not installed.",
+        "hint: Run: pip install 'cocktail-qa[ray]'",
+    ]
+    assert os.listdir() == ["jobs.jsonl"]
+
+
+def test_workers_are_those_of_ray(cocktail: Run, engine: ModuleType) -> None:
+    result = cocktail("batch", jobs(line("one")), "-o", "out.jsonl", "--workers", "2")
+    assert (result.code, engine.SEEN) == (2, [])
+    assert "--workers has no meaning with --engine local." in result.err
+    assert cocktail("batch", "jobs.jsonl", "-o", "out.jsonl", "--workers", "0", "--engine", "ray").code == 2
+    assert cocktail("batch", "jobs.jsonl", "-o", "out.jsonl", "--engine", "remote").code == 2
 
 
 def full(*_: Any, **__: Any) -> None:
