@@ -14,7 +14,7 @@ from cocktail.batch_file import BatchQuestion, RefusedLine, read_batch
 from cocktail.cli import options, signals
 from cocktail.cli.ask import read_input
 from cocktail.cli.output import Output, json_line
-from cocktail.config import Config
+from cocktail.config import ENGINES, Config
 from cocktail.errors import BatchError, CocktailError, UsageError
 from cocktail.settings import resolve
 
@@ -60,8 +60,27 @@ def batch(
         bool, typer.Option("--fail-fast", help="Stop at the first question that fails.", rich_help_panel="Batch")
     ] = False,
     batch_size: options.BatchSize = None,
-    engine: options.Engine = None,
-    workers: options.Workers = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="|".join(ENGINES),
+            help="local: one document after the other in this process. ray: in worker processes of Ray, on the cluster "
+            f"that RAY_ADDRESS names or on this machine (default: {Config().engine}).",
+            autocompletion=options.complete(ENGINES),
+            rich_help_panel="Batch",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            metavar="N",
+            help="With --engine ray: worker processes, each with a model of its own (default: one for each card of the "
+            "cluster, or for each machine if it has none).",
+            rich_help_panel="Batch",
+        ),
+    ] = None,
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,

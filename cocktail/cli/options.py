@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, ENGINES, KV_POLICIES, VERIFIERS, Config
+from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
 from cocktail.settings import DTYPE_ALIASES, SCORERS
 
@@ -42,7 +42,8 @@ def help_alone(ctx: typer.Context) -> None:
         typer.echo(ctx.get_help())
 
 
-def _complete(values: Sequence[str]) -> Callable[[str], list[str]]:
+def complete(values: Sequence[str]) -> Callable[[str], list[str]]:
+    """A completion by these words."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
@@ -108,7 +109,7 @@ Device = Annotated[
         "--device",
         metavar="|".join(DEVICES),
         help=f"Where to run (default: {_DEFAULT.device}).",
-        autocompletion=_complete(DEVICES),
+        autocompletion=complete(DEVICES),
         rich_help_panel=_MODEL,
     ),
 ]
@@ -118,7 +119,7 @@ Dtype = Annotated[
         "--dtype",
         metavar="auto|" + "|".join(DTYPE_ALIASES),
         help=f"Precision of weights and of unquantized KV (default: {_DEFAULT.dtype}).",
-        autocompletion=_complete(["auto", *DTYPE_ALIASES]),
+        autocompletion=complete(["auto", *DTYPE_ALIASES]),
         rich_help_panel=_MODEL,
     ),
 ]
@@ -157,7 +158,7 @@ CacheForm = Annotated[
         help="How a document's keys and values are kept. int8: in about half the bytes, rounded to 8 bits before a "
         "question quantizes them, so that answers may differ slightly from exact ones; --kv fp16 does not use them "
         f"(default: {_DEFAULT.cache_form}).",
-        autocompletion=_complete(CACHE_FORMS),
+        autocompletion=complete(CACHE_FORMS),
         rich_help_panel=_MODEL,
     ),
 ]
@@ -231,7 +232,7 @@ Scorer = Annotated[
         "--scorer",
         metavar="|".join(SCORERS) + "|MODEL",
         help=f"What ranks the document's chunks by the question (default: {_DEFAULT.scorer}).",
-        autocompletion=_complete(SCORERS),
+        autocompletion=complete(SCORERS),
         rich_help_panel=_KV,
     ),
 ]
@@ -286,7 +287,7 @@ Kv = Annotated[
         "--kv",
         metavar="POLICY",
         help=f"How the document's KV cache is held: {', '.join(KV_POLICIES)} (default: {_DEFAULT.kv}).",
-        autocompletion=_complete(KV_POLICIES),
+        autocompletion=complete(KV_POLICIES),
         rich_help_panel=_KV,
     ),
 ]
@@ -297,7 +298,7 @@ Draft = Annotated[
         metavar="|".join(DRAFTS),
         help="What drafts tokens for the model to verify: low-bit copies of the layers that are streamed (self), or "
         f"text that stood before (ngram). The answer is the same (default: {_DEFAULT.draft}).",
-        autocompletion=_complete(DRAFTS),
+        autocompletion=complete(DRAFTS),
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -307,7 +308,7 @@ DraftBits = Annotated[
         "--draft-bits",
         metavar="|".join(DRAFT_BITS),
         help=f"Bits of those copies (default: {_DEFAULT.draft_bits}).",
-        autocompletion=_complete(DRAFT_BITS),
+        autocompletion=complete(DRAFT_BITS),
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -317,27 +318,6 @@ BatchSize = Annotated[
         "--batch-size",
         metavar="N",
         help=f"Questions about one document that are decoded together, at most (default: {_DEFAULT.batch_size}).",
-        rich_help_panel="Batch",
-    ),
-]
-Engine = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        metavar="|".join(ENGINES),
-        help="local: one document after the other in this process. ray: in worker processes of Ray, on the cluster "
-        f"that RAY_ADDRESS names or on this machine (default: {_DEFAULT.engine}).",
-        autocompletion=_complete(ENGINES),
-        rich_help_panel="Batch",
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        help="With --engine ray: worker processes, each with a model of its own (default: one for each card of the "
-        "cluster, or for each machine if it has none).",
         rich_help_panel="Batch",
     ),
 ]
@@ -366,7 +346,7 @@ Verify = Annotated[
         metavar="|".join(VERIFIERS),
         help="match: with one seed the answer is the same whatever drafts. rejection: Leviathan's rule, whose answers "
         f"have the same distribution (default: {_DEFAULT.verify}).",
-        autocompletion=_complete(VERIFIERS),
+        autocompletion=complete(VERIFIERS),
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -406,7 +386,7 @@ Color = Annotated[
         show_default=False,
         help="Colour on terminals (default: auto); NO_COLOR is respected.",
         callback=_color,
-        autocompletion=_complete(COLORS),
+        autocompletion=complete(COLORS),
         rich_help_panel=_OUTPUT,
     ),
 ]

@@ -56,8 +56,7 @@ def forbid_network() -> None:
 
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the first of many processes compiles any."""
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    """As in all processes here, each of which would else compile its own."""
     monkeypatch.setattr("cocktail.kernels.compiled.why_no_cpu_kernels", lambda: "NUMBA_DISABLE_JIT is set")
 
 
@@ -76,11 +75,10 @@ def head() -> Iterator[psutil.Process]:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", token)
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("NUMBA_DISABLE_JIT", "1")
         arguments = f"--head --block --port {port} --node-ip-address 127.0.0.1 --num-cpus 4 --temp-dir {folder}"
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments.split(), "--include-dashboard=false"]
-        process = subprocess.Popen([*start, "--disable-usage-stats"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        start.append("--disable-usage-stats")
+        process = subprocess.Popen(start, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert process.stdout is not None
         said = b""
         while b"Ray runtime started" not in said:
@@ -97,6 +95,11 @@ def head() -> Iterator[psutil.Process]:
             with suppress(psutil.Error):
                 each.kill()
         process.wait()
+
+
+def variables() -> dict[str, str]:
+    """Those of other processes."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_DISABLE_JIT": "1"}
 
 
 def workers_of(process: psutil.Process) -> list[psutil.Process]:
@@ -225,8 +228,7 @@ def test_an_interrupted_batch_leaves_no_process_and_goes_on_with_either_engine(
 ) -> None:
     jobs, output = tmp_path / "jobs.jsonl", tmp_path / "out.jsonl"
     jobs.write_text("".join(json.dumps(line) + "\n" for line in lines_of(documents, 40)))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ["PYTHONPATH"] = str(ROOT)
+    environ = {name: value for name, value in variables().items() if not name.startswith("RAY_")}
     call = [*command(config, jobs, output), "--engine", "ray", "--batch-size", "1", "--password", "opensesame"]
     process = subprocess.Popen(call, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while recorded(output) < 3 and process.poll() is None:
