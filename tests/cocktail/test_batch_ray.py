@@ -57,7 +57,8 @@ def forbid_network() -> None:
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in all processes here, each of which would else compile its own."""
-    monkeypatch.setattr("cocktail.kernels.compiled.why_no_cpu_kernels", lambda: "NUMBA_DISABLE_JIT is set")
+    for module in ("kernels.compiled", "ready_kernels"):
+        monkeypatch.setattr(f"cocktail.{module}.why_no_cpu_kernels", lambda: "NUMBA_DISABLE_JIT is set")
 
 
 @pytest.fixture(scope="module")
