@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -247,11 +248,17 @@ def test_an_interrupted_batch_leaves_no_process_and_goes_on_with_either_engine(
     assert b"opensesame" not in logs
     if number == signal.SIGKILL:
         # Ray's agents give theirs up after a minute.
+        everything = started
         started = [each for each, line in zip(started, commands[1:], strict=True) if "Agent" not in line]
         deadline = time.monotonic() + 10
         while any(map(is_alive, started)) and time.monotonic() < deadline:
             time.sleep(0.05)
     assert not any(map(is_alive, started))
+    if number == signal.SIGKILL:
+        for each in everything:
+            with suppress(psutil.Error):
+                each.kill()
+        shutil.rmtree(folder, ignore_errors=True)
     with open_journal(output) as journal:
         assert len(journal.results) >= 2
     if number == signal.SIGINT:
