@@ -58,11 +58,15 @@ class BatchMember:
         """Tokens that may be drafted: the target adds one, and each needs a slot."""
         return min(self.stream.tokens_left, self.cache.tail_capacity - self.cache.tail_len) - 1
 
-    def count(self, tree: DraftTree, verdict: Verdict, drafting: float, seconds: float, saved: float) -> None:
-        """Counts a pass and the drafting before it, whose seconds are all questions'."""
+    def count(
+        self, tree: DraftTree, verdict: Verdict, steps: int, drafting: float, seconds: float, saved: float
+    ) -> None:
+        """Counts a pass and the draft steps before it, which are all questions', as their seconds are."""
+        self.counts.draft_steps += steps
         self.counts.draft_seconds += drafting
         if len(tree) == 1:
             self.counts.plain_rounds += 1
+            self.counts.dropped_steps += steps
             self.counts.plain_seconds += seconds
         else:
             self.counts.add_round(tree, verdict.path, len(verdict.tokens))
@@ -122,9 +126,11 @@ class BatchDecoder:
         if self._batch is None:
             self._batch = BatchCache([member.cache for member in members])
         batch, draft = self._batch, self.draft
-        trees, drafting = [DraftTree(member.token_id) for member in members], 0.0
+        trees, drafting, steps = [DraftTree(member.token_id) for member in members], 0.0, 0
         if draft is not None:
+            before = draft.steps
             trees, drafting = draft.chains(members, batch)
+            steps = draft.steps - before
         began, ended = self._clock(), []
         rows = [len(tree) for tree in trees]
         ids = torch.tensor([token for tree in trees for token in tree.tokens], device=batch.device)
@@ -143,7 +149,7 @@ class BatchDecoder:
             member.most_rows = max(member.most_rows, len(members))
             if draft is not None:
                 draft.learn(tree, len(verdict.path) - 1)
-                member.count(tree, verdict, drafting, seconds, saved)
+                member.count(tree, verdict, steps, drafting, seconds, saved)
             if not member.take(verdict.tokens):
                 ended.append(member)
         if ended:

@@ -118,6 +118,7 @@ def test_a_self_draft_changes_no_token(batch: Batch, width: int, sampler: Sample
     found, members = drafting.together(width, sampler)
     assert ids(found) == alone
     assert drafting.draft.steps > 0
+    assert max(member.counts.draft_steps for member in members) > 0
     total = [sum(getattr(member.counts, name) for member in members) for name in ("drafted", "accepted")]
     assert total[0] > total[1] > 0
     assert {source for member in members for source in member.counts.verified_by} == {SELF}
