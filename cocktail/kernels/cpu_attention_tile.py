@@ -13,9 +13,12 @@ from numba import njit
 
 from cocktail.kernels import cpu_vectors as vectors
 from cocktail.kernels import segment_table as columns
+from cocktail.kernels.cpu_blocks import BLOCK_ROWS, scale_keys, scale_values, score_block, weigh_block
+from cocktail.kernels.cpu_lanes import LANES
 from cocktail.kernels.cpu_loads import (
     exp,
     float_bits,
+    from_bits,
     load_bf16,
     load_f16,
     load_f32,
@@ -24,6 +27,7 @@ from cocktail.kernels.cpu_loads import (
     store_bf16,
     store_f16,
     store_f32,
+    swap_order,
 )
 from cocktail.kernels.cpu_vectors import (
     BFLOAT16,
@@ -33,8 +37,6 @@ from cocktail.kernels.cpu_vectors import (
     BITS_8,
     FLOAT16,
     FLOAT32,
-    GROUP,
-    score_group,
     unpack_2,
     unpack_3,
     unpack_4,
@@ -43,16 +45,16 @@ from cocktail.kernels.cpu_vectors import (
     unpack_f16,
     unpack_f32,
     unpack_fp8,
-    weigh_group,
 )
 
 # Values unpacked at a time, and tokens that these are at least and at most.
 TILE_VALUES, MIN_TILE, MAX_TILE = 8192, 32, 128
 WHOLE = (0,)
+ROWS_1, ROWS_2, ROWS_3, ROWS_4 = ((0,) * rows for rows in range(1, BLOCK_ROWS + 1))
 # The score of a hidden slot, finite because fast arithmetic knows no infinity, and the border of what counts as one.
 LOWEST, HIDDEN, ZERO = np.finfo(np.float32).min, np.float32(-1e38), np.float32(0.0)
-# The bits of infinity, which those of every NaN without its sign are above of; fast arithmetic knows neither.
-INFINITY, NAN, SIGNLESS = np.int32(0x7F800000), np.float32(np.nan), np.int32(0x7FFFFFFF)
+# The bits of infinity, which fast arithmetic does not know; `swap_order` puts NaN beyond it or its negative.
+INFINITY, NAN = np.int32(0x7F800000), np.float32(np.nan)
 
 score_2, weigh_2 = vectors.few_2
 score_3, weigh_3 = vectors.few_3
@@ -62,6 +64,14 @@ score_fp8, weigh_fp8 = vectors.few_fp8
 score_f16, weigh_f16 = vectors.few_f16
 score_bf16, weigh_bf16 = vectors.few_bf16
 score_f32, weigh_f32 = vectors.few_f32
+
+
+@njit
+def aligned(rows: Any, columns: Any) -> Any:
+    """Memory for [rows, columns] float32 where no register of a row of full ones lies across two lines of the cache."""
+    room = np.empty(rows * columns + LANES, np.float32)
+    first = -room.ctypes.data % (4 * LANES) // 4
+    return room[first : first + rows * columns].reshape(rows, columns)
 
 
 @njit
@@ -86,14 +96,21 @@ def unpack(dim: Any, kind: Any, rows: Any, first: Any, count: Any, tile: Any, at
         unpack_fp8(dim, rows + 8 * start, count, out)
 
 
-@njit(fastmath=True)
-def score(dim: Any, query: Any, tile: Any, bias: Any, tokens: Any, scores: Any, at: Any) -> None:
-    """scores[m, at + t] = query[m] . tile[t] + bias[m]; rounds the tokens up to whole groups."""
-    head_dim, width = query.shape[1], scores.shape[1]
-    for m in range(query.shape[0]):
-        mine, into = query.ctypes.data + 4 * m * head_dim, scores.ctypes.data + 4 * (m * width + at)
-        for t in range(0, tokens, GROUP):
-            score_group(dim, mine, tile.ctypes.data + 4 * t * head_dim, into + 4 * t, bias[m])
+@njit
+def score(dim: Any, query: Any, tile: Any, tokens: Any, scores: Any) -> None:
+    """scores[m, t] = query[m] . tile[t]; rounds the tokens up to BLOCK_TOKENS."""
+    num_rows, head_dim, width = query.shape[0], query.shape[1], scores.shape[1]
+    mine, keys, out = query.ctypes.data, tile.ctypes.data, scores.ctypes.data
+    for _ in range(num_rows // BLOCK_ROWS):
+        score_block(dim, ROWS_4, mine, keys, tokens, out, width)
+        mine, out = mine + 4 * BLOCK_ROWS * head_dim, out + 4 * BLOCK_ROWS * width
+    rest = num_rows % BLOCK_ROWS
+    if rest == 3:
+        score_block(dim, ROWS_3, mine, keys, tokens, out, width)
+    elif rest == 2:
+        score_block(dim, ROWS_2, mine, keys, tokens, out, width)
+    elif rest == 1:
+        score_block(dim, ROWS_1, mine, keys, tokens, out, width)
 
 
 @njit(fastmath=True)
@@ -102,16 +119,15 @@ def soften(scores: Any, tokens: Any, peak: Any, total: Any, out: Any) -> None:
 
     A score that is NaN or infinite makes the row NaN.
     """
-    padded = -(-tokens // GROUP) * GROUP
     for m in range(scores.shape[0]):
         row = scores[m]
-        top, most, largest = peak[m], np.int32(0), np.int32(0)
+        least = most = swap_order(float_bits(peak[m]))
         for t in range(tokens):
-            top = max(top, row[t])
-            bits = float_bits(row[t])
-            most, largest = max(most, bits), max(largest, bits & SIGNLESS)
-        if most >= INFINITY or largest > INFINITY:
+            number = swap_order(float_bits(row[t]))
+            least, most = min(least, number), max(most, number)
+        if most >= INFINITY or least < -INFINITY - 1:
             out[m, :] = NAN
+        top = from_bits(swap_order(most))
         if top > peak[m]:
             decay = exp(peak[m] - top)
             total[m] *= decay
@@ -125,45 +141,43 @@ def soften(scores: Any, tokens: Any, peak: Any, total: Any, out: Any) -> None:
             row[t] = weight
             added += weight
         total[m] += added
-        for t in range(tokens, padded):
-            row[t] = ZERO
 
 
-@njit(fastmath=True)
+@njit
 def weigh(dim: Any, weights: Any, tile: Any, tokens: Any, out: Any) -> None:
     """out[m] += sum over tokens of weights[m, t] * tile[t]."""
-    head_dim, width = out.shape[1], weights.shape[1]
-    for m in range(weights.shape[0]):
-        mine, into = weights.ctypes.data + 4 * m * width, out.ctypes.data + 4 * m * head_dim
-        for t in range(0, tokens, GROUP):
-            weigh_group(dim, WHOLE, mine + 4 * t, tile.ctypes.data + 4 * t * head_dim, into)
+    num_rows, head_dim, width = out.shape[0], out.shape[1], weights.shape[1]
+    mine, values, result = weights.ctypes.data, tile.ctypes.data, out.ctypes.data
+    for _ in range(num_rows // BLOCK_ROWS):
+        weigh_block(dim, ROWS_4, mine, width, values, tokens, result)
+        mine, result = mine + 4 * BLOCK_ROWS * width, result + 4 * BLOCK_ROWS * head_dim
+    rest = num_rows % BLOCK_ROWS
+    if rest == 3:
+        weigh_block(dim, ROWS_3, mine, width, values, tokens, result)
+    elif rest == 2:
+        weigh_block(dim, ROWS_2, mine, width, values, tokens, result)
+    elif rest == 1:
+        weigh_block(dim, ROWS_1, mine, width, values, tokens, result)
+
+
+@njit
+def dequantize_keys(dim: Any, scale: Any, zero: Any, tokens: Any, tile: Any, at: Any) -> None:
+    """Codes of keys become keys: tokens from `at` on of a tile; scale and zero are [head_dim]."""
+    scale_keys(dim, tile.ctypes.data + 32 * at * len(dim), tokens, scale.ctypes.data, zero.ctypes.data)
+
+
+@njit
+def dequantize_values(dim: Any, parts: Any, scale: Any, zero: Any, tokens: Any, tile: Any, at: Any) -> None:
+    """Codes of values become values: tokens from `at` on of a tile; scale and zero are [groups, tokens or more]."""
+    part, row = 32 * len(dim) // len(parts), 4 * scale.shape[1]
+    codes, times, plus = tile.ctypes.data + 32 * at * len(dim), scale.ctypes.data, zero.ctypes.data
+    for g in range(len(parts)):
+        scale_values(dim, parts, codes + part * g, tokens, times + row * g, plus + row * g)
 
 
 @njit(fastmath=True)
-def weigh_codes(dim: Any, parts: Any, weights: Any, tile: Any, scale: Any, zero: Any, tokens: Any, out: Any) -> None:
-    """As `weigh`, for codes with a scale and a zero for each token and group; both are [groups, width]."""
-    groups, width, head_dim = len(parts), weights.shape[1], out.shape[1]
-    group_size = head_dim // groups
-    scaled = np.empty(width, np.float32)
-    padded = -(-tokens // GROUP) * GROUP
-    for m in range(weights.shape[0]):
-        row, done = weights[m], out[m]
-        for g in range(groups):
-            scale_row, zero_row = scale[g], zero[g]
-            offset = ZERO
-            for t in range(padded):
-                scaled[t] = row[t] * scale_row[t]
-                offset += row[t] * zero_row[t]
-            for d in range(g * group_size, (g + 1) * group_size):
-                done[d] += offset
-            codes, into = tile.ctypes.data + 4 * g * group_size, out.ctypes.data + 4 * (m * head_dim + g * group_size)
-            for t in range(0, tokens, GROUP):
-                weigh_group(dim, parts, scaled.ctypes.data + 4 * t, codes + 4 * t * head_dim, into)
-
-
-@njit(fastmath=True)
-def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale: Any, zero: Any) -> None:
-    """scaled = query * scale and bias = query . zero, for key scales number `at`, heads counted in."""
+def read_key_scales(row: Any, at: Any, scale: Any, zero: Any) -> None:
+    """[head_dim] scales and zeros of keys, number `at`, heads counted in; formats without zeros leave them."""
     head_dim = scale.shape[0]
     first = at * head_dim
     if load_i64(row, columns.K_RANGE):
@@ -182,10 +196,16 @@ def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale:
         if k_zero:
             for d in range(head_dim):
                 zero[d] = load_f16(k_zero, first + d)
+
+
+@njit(fastmath=True)
+def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale: Any, zero: Any) -> None:
+    """scaled = query * scale and bias = query . zero, for the scales and zeros that `read_key_scales` gives."""
+    read_key_scales(row, at, scale, zero)
     for m in range(query.shape[0]):
         mine, result = query[m], scaled[m]
         total = ZERO
-        for d in range(head_dim):
+        for d in range(scale.shape[0]):
             result[d] = mine[d] * scale[d]
             total += mine[d] * zero[d]
         bias[m] = total

@@ -130,6 +130,25 @@ def float_bits(typing_context, x):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+    """The float32 of these bits."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], _F32)
+
+    return types.float32(types.int32), generate
+
+
+@njit(inline="always")
+def swap_order(bits: Any) -> Any:
+    """Float bits to integers that are ordered as the floats are, and back; NaN lies beyond the infinities.
+
+    Unlike floats, integers reduce in vectors.
+    """
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@intrinsic
 def _power_of_two(typing_context, exponent):  # type: ignore[no-untyped-def]
     """2 ** exponent for a whole float32 from -126 to 127; 0 for -127."""
 

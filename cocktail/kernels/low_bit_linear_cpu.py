@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from numba import prange
 
+from cocktail.kernels.cpu_lanes import CPU_FEATURES
 from cocktail.kernels.cpu_threads import use_threads
-from cocktail.kernels.cpu_vectors import CPU_FEATURES
 from cocktail.kernels.kept_code import kept_njit
 from cocktail.kernels.low_bit_tile import (
     FLOAT32,

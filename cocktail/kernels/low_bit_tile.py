@@ -11,7 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cocktail.kernels.cpu_vectors import HAS_PERMUTE, look_up
+from cocktail.kernels.cpu_lanes import HAS_PERMUTE
+from cocktail.kernels.cpu_vectors import look_up
 from cocktail.kernels.low_bit_weight import GROUP_SIZE
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))

@@ -16,7 +16,13 @@ from numba import njit
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cocktail.kernels import segment_table as columns
-from cocktail.kernels.cpu_attention_tile import fold_key_scale, read_value_scales, unpack
+from cocktail.kernels.cpu_attention_tile import (
+    dequantize_keys,
+    dequantize_values,
+    read_key_scales,
+    read_value_scales,
+    unpack,
+)
 from cocktail.kernels.cpu_loads import load_i32, load_i64, store_bf16, store_f16, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, marker
@@ -52,7 +58,7 @@ def _store(kind: Any, tile: Any, count: Any, out: Any, first: Any) -> None:
 @cache
 def _dequantize_item(head_dim: int, groups: int) -> Any:
     """The compiled work item: some ranges of one KV head, keys and values, written in the run's dtype."""
-    dim, group_size = marker(head_dim), head_dim // groups
+    dim, parts = marker(head_dim), (0,) * groups
 
     @kept_cfunc(ITEM, fastmath=True)
     def dequantize_item(p: Any, work: Any) -> None:
@@ -61,7 +67,6 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
         tile = np.empty(TILE * head_dim, np.float32)
         scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
         value_scale, value_zero = np.empty((groups, TILE), np.float32), np.zeros((groups, TILE), np.float32)
-        nothing, no_bias = np.empty((0, head_dim), np.float32), np.empty(0, np.float32)
         for at in range(load_i64(ends, item - 1) if item else 0, load_i64(ends, item)):
             span = load_i64(p, RANGES) + 40 * at
             row = load_i64(p, TABLE) + 8 * COLUMNS * load_i64(span, 0)
@@ -77,8 +82,7 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
                 held = head * physical_blocks + physical
                 if k_bits != UNQUANTIZED:
                     scale_row = load_i32(scale_index, block) if scale_index else physical
-                    scale_row += head * load_i64(row, columns.NUM_SCALES)
-                    fold_key_scale(row, scale_row, nothing, nothing, no_bias, scale, zero)
+                    read_key_scales(row, scale_row + head * load_i64(row, columns.NUM_SCALES), scale, zero)
                 for offset in range(load_i64(span, 3), load_i64(span, 4), TILE):
                     count = min(TILE, load_i64(span, 4) - offset)
                     token = held * block_size + offset
@@ -86,23 +90,14 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
                         unpack(dim, kind, load_i64(row, columns.KEY), token, count, tile, 0)
                     else:
                         unpack(dim, k_bits, load_i64(row, columns.KEY), token, count, tile, 0)
-                        for t in range(count):
-                            mine = tile[t * head_dim : (t + 1) * head_dim]
-                            for d in range(head_dim):
-                                mine[d] = mine[d] * scale[d] + zero[d]
+                        dequantize_keys(dim, scale, zero, count, tile, 0)
                     _store(kind, tile, count * head_dim, load_i64(p, KEY), into)
                     if v_bits == UNQUANTIZED:
                         unpack(dim, kind, load_i64(row, columns.VALUE), token, count, tile, 0)
                     else:
                         unpack(dim, v_bits, load_i64(row, columns.VALUE), token, count, tile, 0)
                         read_value_scales(row, held, token, count, value_scale, value_zero, 0)
-                        for t in range(count):
-                            for g in range(groups):
-                                first = t * head_dim + g * group_size
-                                mine = tile[first : first + group_size]
-                                times, plus = value_scale[g, t], value_zero[g, t]
-                                for d in range(group_size):
-                                    mine[d] = mine[d] * times + plus
+                        dequantize_values(dim, parts, value_scale, value_zero, count, tile, 0)
                     _store(kind, tile, count * head_dim, load_i64(p, VALUE), into)
                     into += count * head_dim
 

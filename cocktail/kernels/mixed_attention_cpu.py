@@ -22,8 +22,12 @@ from cocktail.kernels.cpu_attention_tile import (
     TILE_VALUES,
     WHOLE,
     add_and_clear,
+    aligned,
+    dequantize_keys,
+    dequantize_values,
     fold_key_scale,
     merge,
+    read_key_scales,
     read_query,
     read_value_scales,
     scale_weights,
@@ -32,12 +36,12 @@ from cocktail.kernels.cpu_attention_tile import (
     soften,
     unpack,
     weigh,
-    weigh_codes,
     weigh_few,
 )
+from cocktail.kernels.cpu_lanes import LANES
 from cocktail.kernels.cpu_loads import load_f32, load_i32, load_i64, load_u8, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_items
-from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, GROUP, few_rows_fit, marker
+from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, few_rows_fit, marker
 from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.kept_code import kept_cfunc
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
@@ -67,7 +71,7 @@ def attend_blocks_few(
     """As `attend_blocks`, for the query rows of one decode step, as many at a time as `few` has elements."""
     first, last, first_token, last_token = load_i64(span, 1), load_i64(span, 2), load_i64(span, 3), load_i64(span, 4)
     num_rows, head_dim, groups = query.shape[0], query.shape[1], len(parts)
-    width = FEW_TILE + GROUP
+    width = FEW_TILE + LANES
     k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
     key_rows, value_rows = load_i64(row, columns.KEY), load_i64(row, columns.VALUE)
     block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
@@ -132,18 +136,15 @@ def attend_blocks(
     first, last, first_token, last_token = load_i64(span, 1), load_i64(span, 2), load_i64(span, 3), load_i64(span, 4)
     num_rows, head_dim = query.shape
     tile_tokens, groups = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim)), len(parts)
-    width = tile_tokens + GROUP
+    width = tile_tokens + LANES
     k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
     block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
     block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
-    # A last group may not be full: scores have room for it, and rows of a tile that are read with weight zero are zero.
-    tile = np.zeros(width * head_dim, np.float32)
-    scores = np.empty((num_rows, width), np.float32)
-    scaled = np.empty((num_rows, head_dim), np.float32)
-    bias = np.zeros(num_rows, np.float32)
+    # Tokens that fill a last block up are scored too: there is room for them.
+    tile, scores = aligned(width, head_dim), aligned(num_rows, width)
     scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
-    added = np.zeros((num_rows, head_dim), np.float32)
+    k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
     # A tile is several whole blocks, or a part of one.
     blocks, part = max(1, tile_tokens // block_size), min(block_size, tile_tokens)
     for start in range(first, last, blocks):
@@ -153,31 +154,24 @@ def attend_blocks(
             for block in range(start, stop):
                 physical = load_i32(block_table, block) if block_table else block
                 held, at = head * physical_blocks + physical, (block - start) * count
-                if k_bits == UNQUANTIZED:
-                    unpack(dim, kind, load_i64(row, columns.KEY), held * block_size + offset, count, tile, 0)
-                    score(dim, query, tile, bias, count, scores, at)
-                    continue
-                scale_row = load_i32(scale_index, block) if scale_index else physical
-                scale_row += head * load_i64(row, columns.NUM_SCALES)
-                fold_key_scale(row, scale_row, query, scaled, bias, scale, zero)
-                unpack(dim, k_bits, load_i64(row, columns.KEY), held * block_size + offset, count, tile, 0)
-                score(dim, scaled, tile, bias, count, scores, at)
+                token = held * block_size + offset
+                unpack(dim, k_kind, load_i64(row, columns.KEY), token, count, tile, at)
+                if k_bits != UNQUANTIZED:
+                    scale_row = load_i32(scale_index, block) if scale_index else physical
+                    read_key_scales(row, scale_row + head * load_i64(row, columns.NUM_SCALES), scale, zero)
+                    dequantize_keys(dim, scale, zero, count, tile, at)
             tokens = (stop - start) * count
+            score(dim, query, tile, tokens, scores)
             soften(scores, tokens, peak, total, out)
             for block in range(start, stop):
                 physical = load_i32(block_table, block) if block_table else block
                 held, at = head * physical_blocks + physical, (block - start) * count
                 token = held * block_size + offset
-                if v_bits == UNQUANTIZED:
-                    unpack(dim, kind, load_i64(row, columns.VALUE), token, count, tile, at)
-                    continue
-                unpack(dim, v_bits, load_i64(row, columns.VALUE), token, count, tile, at)
-                read_value_scales(row, held, token, count, value_scale, value_zero, at)
-            if v_bits == UNQUANTIZED:
-                weigh(dim, scores, tile, tokens, added)
-            else:
-                weigh_codes(dim, parts, scores, tile, value_scale, value_zero, tokens, added)
-            add_and_clear(added, out)
+                unpack(dim, v_kind, load_i64(row, columns.VALUE), token, count, tile, at)
+                if v_bits != UNQUANTIZED:
+                    read_value_scales(row, held, token, count, value_scale, value_zero, 0)
+                    dequantize_values(dim, parts, value_scale, value_zero, count, tile, at)
+            weigh(dim, scores, tile, tokens, out)
 
 
 @njit(fastmath=True)
@@ -199,14 +193,12 @@ def attend_tail(
     """Slots first <= s < last; `mask` is the address of [rows, slots] bytes, or 0."""
     num_rows, head_dim = query.shape
     tile_tokens = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim))
-    width = tile_tokens + GROUP
-    tile = np.zeros(width * head_dim, np.float32)
-    scores, bias = np.empty((num_rows, width), np.float32), np.zeros(num_rows, np.float32)
-    added = np.zeros((num_rows, head_dim), np.float32)
+    width = tile_tokens + LANES
+    tile, scores = aligned(width, head_dim), aligned(num_rows, width)
     for start in range(first, last, tile_tokens):
         tokens = min(tile_tokens, last - start)
         unpack(dim, kind, key, start, tokens, tile, 0)
-        score(dim, query, tile, bias, tokens, scores, 0)
+        score(dim, query, tile, tokens, scores)
         if mask:
             for m in range(num_rows):
                 shown, row = mask + m % rows * mask_stride + start, scores[m]
@@ -215,8 +207,7 @@ def attend_tail(
                         row[t] = LOWEST
         soften(scores, tokens, peak, total, out)
         unpack(dim, kind, value, start, tokens, tile, 0)
-        weigh(dim, scores, tile, tokens, added)
-        add_and_clear(added, out)
+        weigh(dim, scores, tile, tokens, out)
 
 
 # Parameters of a call, in int64. Tensors are addresses, strides count elements; 0 stands for a mask that there is not.
@@ -263,7 +254,7 @@ def _attend_item(head_dim: int, groups: int, few: int) -> Any:
         items, num_items, slots = load_i64(p, ITEMS), load_i64(p, NUM_ITEMS), load_i64(p, SLOTS)
         itemsize, num_rows = 4 if kind == FLOAT32 else 2, group * rows
         head, item = work % kv_heads, work // kv_heads
-        mine = np.empty((num_rows, head_dim), np.float32)
+        mine = aligned(num_rows, head_dim)
         query = load_i64(p, QUERY) + head * group * load_i64(p, QUERY_HEAD) * itemsize
         scaling = load_f32(p, 2 * SCALING)
         read_query(query, load_i64(p, QUERY_ROW), load_i64(p, QUERY_HEAD), kind, rows, scaling, mine)

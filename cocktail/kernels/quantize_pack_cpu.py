@@ -20,12 +20,14 @@ from cocktail.kernels.cpu_loads import (
     as_int32s,
     as_int64s,
     float_bits,
+    from_bits,
     load_bf16,
     load_f16,
     load_f32,
     load_i64,
     round_f16,
     store_f16,
+    swap_order,
 )
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.kept_code import kept_cfunc
@@ -39,7 +41,7 @@ _KIND, _ADDRESS, _HEAD_STRIDE, _BLOCK_STRIDE, _TOKEN_STRIDE, _CHANNEL_STRIDE = r
 SOURCE_SIZE = 6
 _ZERO, _EPSILON, _HALF_MAX, _FP8_MAX = (np.float32(x) for x in (0, SCALE_EPSILON, HALF_MAX, FP8_MAX))
 _FLOAT_MAX, _HALF_TINY = np.finfo(np.float32).max, np.float32(2.0**-24)
-_I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
+_I8 = ir.IntType(8)
 
 
 @intrinsic
@@ -52,16 +54,6 @@ def _store_u8(typing_context, address, index, code):  # type: ignore[no-untyped-
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int32), generate
-
-
-@intrinsic
-def _from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
-    """The float32 of these bits."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.bitcast(arguments[0], _F32)
-
-    return types.float32(types.int32), generate
 
 
 @njit(inline="always")
@@ -87,7 +79,7 @@ def _fp8_code(x: Any, scale: Any) -> Any:
     bits = float_bits(_clamp(x / scale, -_FP8_MAX, _FP8_MAX))
     size = bits & np.int32(0x7FFFFFFF)
     # Numbers below 2^-6 are multiples of 2^-9, float32's step at 2^14.
-    small = float_bits(_from_bits(size) + np.float32(2.0**14)) - np.int32(0x46800000)
+    small = float_bits(from_bits(size) + np.float32(2.0**14)) - np.int32(0x46800000)
     normal = (size + np.int32(0x7FFFF - (120 << 23)) + ((size >> np.int32(20)) & np.int32(1))) >> np.int32(20)
     code = small if size < np.int32(121 << 23) else normal
     # What is greater was NaN.
@@ -124,20 +116,14 @@ def _ends_of_channels(x: Any, low: Any, high: Any) -> None:
             high[d] = row[d] if (row[d] > high[d]) | (row[d] != row[d]) else high[d]
 
 
-@njit(inline="always")
-def _swap_order(bits: Any) -> Any:
-    """Float bits to integers that are ordered as the floats are, and back; NaN lies beyond the infinities."""
-    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
-
-
 @njit(error_model="numpy")
 def _ends(x: Any) -> Any:
-    """Minimum and maximum, both NaN if there is one. Unlike floats, integers reduce in vectors."""
-    low = high = _swap_order(float_bits(x[0]))
+    """Minimum and maximum, both NaN if there is one."""
+    low = high = swap_order(float_bits(x[0]))
     for i in range(len(x)):
-        number = _swap_order(float_bits(x[i]))
+        number = swap_order(float_bits(x[i]))
         low, high = min(low, number), max(high, number)
-    least, most = _from_bits(_swap_order(low)), _from_bits(_swap_order(high))
+    least, most = from_bits(swap_order(low)), from_bits(swap_order(high))
     nan = least if least != least else most
     return (nan, nan) if nan != nan else (least, most)
 
