@@ -13,7 +13,7 @@ from numba import njit
 
 from cocktail.kernels import cpu_vectors as vectors
 from cocktail.kernels import segment_table as columns
-from cocktail.kernels.cpu_blocks import BLOCK_ROWS, scale_keys, scale_values, score_block, weigh_block
+from cocktail.kernels.cpu_blocks import BLOCK_ROWS, score_block, weigh_block
 from cocktail.kernels.cpu_lanes import LANES
 from cocktail.kernels.cpu_loads import (
     exp,
@@ -49,7 +49,9 @@ from cocktail.kernels.cpu_vectors import (
 
 # Values unpacked at a time, and tokens that these are at least and at most.
 TILE_VALUES, MIN_TILE, MAX_TILE = 8192, 32, 128
-WHOLE = (0,)
+WHOLE, EIGHT = (0,), (0,)
+# What stands for the parts of keys, whose scales are those of channels.
+NONE = ()
 ROWS_1, ROWS_2, ROWS_3, ROWS_4 = ((0,) * rows for rows in range(1, BLOCK_ROWS + 1))
 # The score of a hidden slot, finite because fast arithmetic knows no infinity, and the border of what counts as one.
 LOWEST, HIDDEN, ZERO = np.finfo(np.float32).min, np.float32(-1e38), np.float32(0.0)
@@ -75,25 +77,31 @@ def aligned(rows: Any, columns: Any) -> Any:
 
 
 @njit
-def unpack(dim: Any, kind: Any, rows: Any, first: Any, count: Any, tile: Any, at: Any) -> None:
-    """tile[at + t] = row `first + t` of a format, for `count` rows of the memory at `rows`."""
+def unpack(
+    dim: Any, parts: Any, kind: Any, rows: Any, first: Any, count: Any, scale: Any, zero: Any, tile: Any, at: Any
+) -> None:
+    """tile[at + t] = row `first + t` of a format, for `count` rows of the memory at `rows`.
+
+    Scales and zeros of codes are [1, head_dim] for keys, where `parts` is empty, else [groups, count or more].
+    """
     out, start = tile.ctypes.data + 32 * at * len(dim), first * len(dim)
+    times, plus, stride = scale.ctypes.data, zero.ctypes.data, scale.shape[1]
     if kind == BITS_2:
-        unpack_2(dim, rows + 2 * start, count, out)
+        unpack_2(dim, parts, rows + 2 * start, count, out, times, plus, stride)
     elif kind == BITS_4:
-        unpack_4(dim, rows + 4 * start, count, out)
+        unpack_4(dim, parts, rows + 4 * start, count, out, times, plus, stride)
     elif kind == BFLOAT16:
-        unpack_bf16(dim, rows + 16 * start, count, out)
+        unpack_bf16(dim, parts, rows + 16 * start, count, out, times, plus, stride)
     elif kind == FLOAT16:
-        unpack_f16(dim, rows + 16 * start, count, out)
+        unpack_f16(dim, parts, rows + 16 * start, count, out, times, plus, stride)
     elif kind == FLOAT32:
-        unpack_f32(dim, rows + 32 * start, count, out)
+        unpack_f32(dim, parts, rows + 32 * start, count, out, times, plus, stride)
     elif kind == BITS_8:
-        unpack_8(dim, rows + 8 * start, count, out)
+        unpack_8(dim, parts, rows + 8 * start, count, out, times, plus, stride)
     elif kind == BITS_3:
-        unpack_3(dim, rows + 3 * start, count, out)
+        unpack_3(dim, parts, rows + 3 * start, count, out, times, plus, stride)
     else:
-        unpack_fp8(dim, rows + 8 * start, count, out)
+        unpack_fp8(dim, parts, rows + 8 * start, count, out, times, plus, stride)
 
 
 @njit
@@ -161,41 +169,28 @@ def weigh(dim: Any, weights: Any, tile: Any, tokens: Any, out: Any) -> None:
 
 
 @njit
-def dequantize_keys(dim: Any, scale: Any, zero: Any, tokens: Any, tile: Any, at: Any) -> None:
-    """Codes of keys become keys: tokens from `at` on of a tile; scale and zero are [head_dim]."""
-    scale_keys(dim, tile.ctypes.data + 32 * at * len(dim), tokens, scale.ctypes.data, zero.ctypes.data)
-
-
-@njit
-def dequantize_values(dim: Any, parts: Any, scale: Any, zero: Any, tokens: Any, tile: Any, at: Any) -> None:
-    """Codes of values become values: tokens from `at` on of a tile; scale and zero are [groups, tokens or more]."""
-    part, row = 32 * len(dim) // len(parts), 4 * scale.shape[1]
-    codes, times, plus = tile.ctypes.data + 32 * at * len(dim), scale.ctypes.data, zero.ctypes.data
-    for g in range(len(parts)):
-        scale_values(dim, parts, codes + part * g, tokens, times + row * g, plus + row * g)
+def read_halves(address: Any, count: Any, out: Any) -> None:
+    """`count` float16 numbers as float32; both are addresses."""
+    unpack_f16(EIGHT, NONE, address, count // 8, out, out, out, 0)
+    for i in range(count // 8 * 8, count):
+        store_f32(out, i, load_f16(address, i))
 
 
 @njit(fastmath=True)
 def read_key_scales(row: Any, at: Any, scale: Any, zero: Any) -> None:
-    """[head_dim] scales and zeros of keys, number `at`, heads counted in; formats without zeros leave them."""
-    head_dim = scale.shape[0]
+    """[1, head_dim] scales and zeros of keys, number `at`, heads counted in; formats without zeros leave them."""
+    head_dim, scale_row, zero_row = scale.shape[1], scale[0], zero[0]
+    k_scale, k_zero = load_i64(row, columns.K_SCALE), load_i64(row, columns.K_ZERO)
     first = at * head_dim
     if load_i64(row, columns.K_RANGE):
-        r, k_scale, k_zero = (
-            load_i64(row, columns.K_RANGE) + 8 * at,
-            load_i64(row, columns.K_SCALE),
-            load_i64(row, columns.K_ZERO),
-        )
+        r = load_i64(row, columns.K_RANGE) + 8 * at
         for d in range(head_dim):
-            scale[d] = load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1)
-            zero[d] = load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3)
+            scale_row[d] = load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1)
+            zero_row[d] = load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3)
     else:
-        k_scale, k_zero = load_i64(row, columns.K_SCALE), load_i64(row, columns.K_ZERO)
-        for d in range(head_dim):
-            scale[d] = load_f16(k_scale, first + d)
+        read_halves(k_scale + 2 * first, head_dim, scale.ctypes.data)
         if k_zero:
-            for d in range(head_dim):
-                zero[d] = load_f16(k_zero, first + d)
+            read_halves(k_zero + 2 * first, head_dim, zero.ctypes.data)
 
 
 @njit(fastmath=True)
@@ -205,9 +200,9 @@ def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale:
     for m in range(query.shape[0]):
         mine, result = query[m], scaled[m]
         total = ZERO
-        for d in range(scale.shape[0]):
-            result[d] = mine[d] * scale[d]
-            total += mine[d] * zero[d]
+        for d in range(scale.shape[1]):
+            result[d] = mine[d] * scale[0, d]
+            total += mine[d] * zero[0, d]
         bias[m] = total
 
 
@@ -220,6 +215,11 @@ def read_value_scales(row: Any, block: Any, token: Any, tokens: Any, scale: Any,
         load_i64(row, columns.V_RANGE),
     )
     groups = scale.shape[0]
+    if groups == 1 and not v_range:
+        read_halves(v_scale + 2 * token, tokens, scale.ctypes.data + 4 * at)
+        if v_zero:
+            read_halves(v_zero + 2 * token, tokens, zero.ctypes.data + 4 * at)
+        return
     for g in range(groups):
         scale_row, zero_row = scale[g, at:], zero[g, at:]
         first = token * groups + g

@@ -1,7 +1,7 @@
 """Blocks of attention on a CPU that stay in registers: some query rows by tokens of a tile, or by channels; LLVM IR.
 
 A tile is float32, token after token. Markers, tuples whose length is part of the type, tell sizes: `dim` (head_dim / 8
-elements), `parts` (one for each value group of a token) and `rows` (one for each query row of a block).
+elements) and `rows` (one for each query row of a block).
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
@@ -46,49 +46,6 @@ def _sums(builder: Any, lanes: list[int]) -> list[Any]:
 
 def _add_to(builder: Any, place: Any, a: Any, b: Any) -> None:
     builder.store(multiply_add(builder, a, b, builder.load(place)), place)
-
-
-@intrinsic
-def scale_keys(typing_context, dim, tile, count, scale, zero):  # type: ignore[no-untyped-def]
-    """tile[t, d] = tile[t, d] * scale[d] + zero[d] for `count` tokens; `dim` is a marker, the rest addresses."""
-    head_dim = 8 * dim.count
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        _, tile, count, scale, zero = arguments
-        for start, lanes in spans_of(head_dim):
-            times, plus = (load(builder, address, 4 * start, F32, lanes) for address in (scale, zero))
-            with cgutils.for_range(builder, count) as loop:
-                token = builder.add(tile, builder.mul(loop.index, I64(4 * head_dim)))
-                code = load(builder, token, 4 * start, F32, lanes)
-                store(builder, multiply_add(builder, code, times, plus), token, 4 * start, lanes)
-        return context.get_dummy_value()
-
-    number = types.int64
-    return types.void(dim, number, number, number, number), generate
-
-
-@intrinsic
-def scale_values(typing_context, dim, parts, tile, count, scale, zero):  # type: ignore[no-untyped-def]
-    """tile[t, d] = tile[t, d] * scale[t] + zero[t] for `count` tokens and the channels of one part.
-
-    `dim` and `parts` are markers; the rest addresses, that of `tile` moved to the part.
-    """
-    head_dim = 8 * dim.count
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        _, _, tile, count, scale, zero = arguments
-        with cgutils.for_range(builder, count) as loop:
-            token, at = (builder.mul(loop.index, I64(size)) for size in (4 * head_dim, 4))
-            token = builder.add(tile, token)
-            factors = [load(builder, builder.add(address, at), 0, F32, 1) for address in (scale, zero)]
-            for start, lanes in spans_of(head_dim // parts.count):
-                times, plus = (broadcast(builder, factor, lanes) for factor in factors)
-                code = load(builder, token, 4 * start, F32, lanes)
-                store(builder, multiply_add(builder, code, times, plus), token, 4 * start, lanes)
-        return context.get_dummy_value()
-
-    number = types.int64
-    return types.void(dim, parts, number, number, number, number), generate
 
 
 @intrinsic

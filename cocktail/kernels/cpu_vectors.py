@@ -6,6 +6,7 @@ head_dim / 8 elements: code for another head size is another specialisation of t
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from cocktail.kernels.cpu_lanes import (
     LANES,
     broadcast,
     load,
+    multiply_add,
     spans_of,
     splat,
     store,
@@ -37,7 +39,8 @@ from cocktail.kernels.segment import FP8
 # What a row holds: codes of that many bits or FP8 codes, or real numbers.
 FLOAT16, BFLOAT16, FLOAT32 = 16, 17, 32
 BITS_2, BITS_3, BITS_4, BITS_8 = 2, 3, 4, 8
-FORMATS = (BITS_2, BITS_3, BITS_4, BITS_8, FP8, FLOAT16, BFLOAT16, FLOAT32)
+CODES = (BITS_2, BITS_3, BITS_4, BITS_8, FP8)
+FORMATS = (*CODES, FLOAT16, BFLOAT16, FLOAT32)
 
 
 def marker(head_dim: int) -> tuple[int, ...]:
@@ -51,23 +54,54 @@ def row_bytes(kind: int, head_dim: int) -> int:
 
 
 def _unpack_rows(kind: int) -> Any:
-    """unpack(dim, rows, count, out): rows of a format (codes as `packing` lays them) to float32; addresses."""
+    """unpack(dim, parts, rows, count, out, scale, zero, stride): rows of a format to float32.
+
+    Codes, which lie as `packing` lays them, are multiplied by a scale, and a zero is added: those of the channel if
+    `parts` is empty, else those of the channel's part, one of `parts`, and the token, [parts, stride]. `dim` and
+    `parts` are markers, the rest addresses and numbers of elements.
+    """
 
     @intrinsic
-    def unpack_row(typing_context, dim, row, out):  # type: ignore[no-untyped-def]
+    def unpack_row(typing_context, dim, parts, row, out, scale, zero, stride):  # type: ignore[no-untyped-def]
+        head_dim = 8 * dim.count
+
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            for start, lanes, number in _row_values(builder, arguments[1], kind, 8 * dim.count):
-                store(builder, number, arguments[2], 4 * start, lanes)
+            _, _, row, out, scale, zero, stride = arguments
+
+            def factors(address: Any) -> Callable[[int, int], Any]:
+                if not parts.count:
+                    return lambda start, lanes: load(builder, address, 4 * start, F32, lanes)
+                offsets = [builder.mul(stride, I64(4 * part)) for part in range(parts.count)]
+                each = [load(builder, builder.add(address, offset), 0, F32, 1) for offset in offsets]
+
+                def of_parts(start: int, lanes: int) -> Any:
+                    part_of = [channel * parts.count // head_dim for channel in range(start, start + lanes)]
+                    vector = broadcast(builder, each[part_of[0]], lanes)
+                    for part in range(part_of[0] + 1, part_of[-1] + 1):
+                        mine = ir.Constant(vector_of(ir.IntType(1), lanes), [of >= part for of in part_of])
+                        vector = builder.select(mine, broadcast(builder, each[part], lanes), vector)
+                    return vector
+
+                return of_parts
+
+            times, plus = (factors(address) for address in (scale, zero)) if kind in CODES else (None, None)
+            for start, lanes, number in _row_values(builder, row, kind, head_dim):
+                if times and plus:
+                    number = multiply_add(builder, number, times(start, lanes), plus(start, lanes))
+                store(builder, number, out, 4 * start, lanes)
             return context.get_dummy_value()
 
-        return types.void(dim, types.int64, types.int64), generate
+        number = types.int64
+        return types.void(dim, parts, number, number, number, number, number), generate
 
     eighths = row_bytes(kind, 8)
 
     @njit
-    def unpack(dim, rows, count, out):  # type: ignore[no-untyped-def]
+    def unpack(dim, parts, rows, count, out, scale, zero, stride):  # type: ignore[no-untyped-def]
+        step = 4 if len(parts) else 0
         for t in range(count):
-            unpack_row(dim, rows + t * eighths * len(dim), out + 32 * t * len(dim))
+            into, at = out + 32 * t * len(dim), step * t
+            unpack_row(dim, parts, rows + t * eighths * len(dim), into, scale + at, zero + at, stride)
 
     return unpack
 

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cocktail.kernels import segment_table as columns
 from cocktail.kernels.cpu_attention_tile import (
-    dequantize_keys,
-    dequantize_values,
+    NONE,
     read_key_scales,
     read_value_scales,
     unpack,
@@ -65,7 +64,7 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
         kind, heads, ends = load_i64(p, KIND), load_i64(p, HEADS), load_i64(p, ITEM_ENDS)
         head, item = work % heads, load_i64(p, FIRST_ITEM) + work // heads
         tile = np.empty(TILE * head_dim, np.float32)
-        scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
+        scale, zero = np.empty((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
         value_scale, value_zero = np.empty((groups, TILE), np.float32), np.zeros((groups, TILE), np.float32)
         for at in range(load_i64(ends, item - 1) if item else 0, load_i64(ends, item)):
             span = load_i64(p, RANGES) + 40 * at
@@ -73,6 +72,7 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
             k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
             block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
             block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
+            k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
             into = (head * STRETCH + load_i64(load_i64(p, STARTS), at)) * head_dim
             # Formats without zeros leave them as they are.
             zero[:] = np.float32(0.0)
@@ -86,18 +86,12 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
                 for offset in range(load_i64(span, 3), load_i64(span, 4), TILE):
                     count = min(TILE, load_i64(span, 4) - offset)
                     token = held * block_size + offset
-                    if k_bits == UNQUANTIZED:
-                        unpack(dim, kind, load_i64(row, columns.KEY), token, count, tile, 0)
-                    else:
-                        unpack(dim, k_bits, load_i64(row, columns.KEY), token, count, tile, 0)
-                        dequantize_keys(dim, scale, zero, count, tile, 0)
+                    unpack(dim, NONE, k_kind, load_i64(row, columns.KEY), token, count, scale, zero, tile, 0)
                     _store(kind, tile, count * head_dim, load_i64(p, KEY), into)
-                    if v_bits == UNQUANTIZED:
-                        unpack(dim, kind, load_i64(row, columns.VALUE), token, count, tile, 0)
-                    else:
-                        unpack(dim, v_bits, load_i64(row, columns.VALUE), token, count, tile, 0)
+                    if v_bits != UNQUANTIZED:
                         read_value_scales(row, held, token, count, value_scale, value_zero, 0)
-                        dequantize_values(dim, parts, value_scale, value_zero, count, tile, 0)
+                    values = load_i64(row, columns.VALUE)
+                    unpack(dim, parts, v_kind, values, token, count, value_scale, value_zero, tile, 0)
                     _store(kind, tile, count * head_dim, load_i64(p, VALUE), into)
                     into += count * head_dim
 

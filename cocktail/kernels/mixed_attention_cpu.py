@@ -19,12 +19,11 @@ from cocktail.kernels.cpu_attention_tile import (
     LOWEST,
     MAX_TILE,
     MIN_TILE,
+    NONE,
     TILE_VALUES,
     WHOLE,
     add_and_clear,
     aligned,
-    dequantize_keys,
-    dequantize_values,
     fold_key_scale,
     merge,
     read_key_scales,
@@ -80,7 +79,7 @@ def attend_blocks_few(
     scaled, bias = query, np.zeros(num_rows, np.float32)
     if k_bits != UNQUANTIZED:
         scaled = np.empty((num_rows, head_dim), np.float32)
-    scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
+    scale, zero = np.empty((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
     added = np.zeros((num_rows, head_dim), np.float32)
     k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
@@ -142,7 +141,7 @@ def attend_blocks(
     block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
     # Tokens that fill a last block up are scored too: there is room for them.
     tile, scores = aligned(width, head_dim), aligned(num_rows, width)
-    scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
+    scale, zero = np.empty((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
     k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
     # A tile is several whole blocks, or a part of one.
@@ -155,11 +154,10 @@ def attend_blocks(
                 physical = load_i32(block_table, block) if block_table else block
                 held, at = head * physical_blocks + physical, (block - start) * count
                 token = held * block_size + offset
-                unpack(dim, k_kind, load_i64(row, columns.KEY), token, count, tile, at)
                 if k_bits != UNQUANTIZED:
                     scale_row = load_i32(scale_index, block) if scale_index else physical
                     read_key_scales(row, scale_row + head * load_i64(row, columns.NUM_SCALES), scale, zero)
-                    dequantize_keys(dim, scale, zero, count, tile, at)
+                unpack(dim, NONE, k_kind, load_i64(row, columns.KEY), token, count, scale, zero, tile, at)
             tokens = (stop - start) * count
             score(dim, query, tile, tokens, scores)
             soften(scores, tokens, peak, total, out)
@@ -167,10 +165,10 @@ def attend_blocks(
                 physical = load_i32(block_table, block) if block_table else block
                 held, at = head * physical_blocks + physical, (block - start) * count
                 token = held * block_size + offset
-                unpack(dim, v_kind, load_i64(row, columns.VALUE), token, count, tile, at)
                 if v_bits != UNQUANTIZED:
                     read_value_scales(row, held, token, count, value_scale, value_zero, 0)
-                    dequantize_values(dim, parts, value_scale, value_zero, count, tile, at)
+                values = load_i64(row, columns.VALUE)
+                unpack(dim, parts, v_kind, values, token, count, value_scale, value_zero, tile, at)
             weigh(dim, scores, tile, tokens, out)
 
 
@@ -195,9 +193,10 @@ def attend_tail(
     tile_tokens = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim))
     width = tile_tokens + LANES
     tile, scores = aligned(width, head_dim), aligned(num_rows, width)
+    no_scale = np.empty((1, 0), np.float32)
     for start in range(first, last, tile_tokens):
         tokens = min(tile_tokens, last - start)
-        unpack(dim, kind, key, start, tokens, tile, 0)
+        unpack(dim, NONE, kind, key, start, tokens, no_scale, no_scale, tile, 0)
         score(dim, query, tile, tokens, scores)
         if mask:
             for m in range(num_rows):
@@ -206,7 +205,7 @@ def attend_tail(
                     if load_u8(shown, t) == 0:
                         row[t] = LOWEST
         soften(scores, tokens, peak, total, out)
-        unpack(dim, kind, value, start, tokens, tile, 0)
+        unpack(dim, NONE, kind, value, start, tokens, no_scale, no_scale, tile, 0)
         weigh(dim, scores, tile, tokens, out)
 
 
