@@ -49,7 +49,8 @@ from cocktail.kernels.cpu_vectors import (
 
 # Values unpacked at a time, and tokens that these are at least and at most.
 TILE_VALUES, MIN_TILE, MAX_TILE = 8192, 32, 128
-WHOLE, EIGHT = (0,), (0,)
+# A value that is one part, and the marker of LANES channels.
+WHOLE, SIXTEEN = (0,), (0, 0)
 # What stands for the parts of keys, whose scales are those of channels.
 NONE = ()
 ROWS_1, ROWS_2, ROWS_3, ROWS_4 = ((0,) * rows for rows in range(1, BLOCK_ROWS + 1))
@@ -78,30 +79,29 @@ def aligned(rows: Any, columns: Any) -> Any:
 
 @njit
 def unpack(
-    dim: Any, parts: Any, kind: Any, rows: Any, first: Any, count: Any, scale: Any, zero: Any, tile: Any, at: Any
+    dim: Any, parts: Any, kind: Any, rows: Any, first: Any, count: Any, scale: Any, zero: Any, stride: Any, out: Any
 ) -> None:
-    """tile[at + t] = row `first + t` of a format, for `count` rows of the memory at `rows`.
+    """Rows `first` to `first + count` of a format, of the memory at `rows`, as float32; addresses.
 
-    Scales and zeros of codes are [1, head_dim] for keys, where `parts` is empty, else [groups, count or more].
+    Scales and zeros of codes are [head_dim] for keys, where `parts` is empty, else [groups, stride].
     """
-    out, start = tile.ctypes.data + 32 * at * len(dim), first * len(dim)
-    times, plus, stride = scale.ctypes.data, zero.ctypes.data, scale.shape[1]
+    start = first * len(dim)
     if kind == BITS_2:
-        unpack_2(dim, parts, rows + 2 * start, count, out, times, plus, stride)
+        unpack_2(dim, parts, rows + 2 * start, count, out, scale, zero, stride)
     elif kind == BITS_4:
-        unpack_4(dim, parts, rows + 4 * start, count, out, times, plus, stride)
+        unpack_4(dim, parts, rows + 4 * start, count, out, scale, zero, stride)
     elif kind == BFLOAT16:
-        unpack_bf16(dim, parts, rows + 16 * start, count, out, times, plus, stride)
+        unpack_bf16(dim, parts, rows + 16 * start, count, out, scale, zero, stride)
     elif kind == FLOAT16:
-        unpack_f16(dim, parts, rows + 16 * start, count, out, times, plus, stride)
+        unpack_f16(dim, parts, rows + 16 * start, count, out, scale, zero, stride)
     elif kind == FLOAT32:
-        unpack_f32(dim, parts, rows + 32 * start, count, out, times, plus, stride)
+        unpack_f32(dim, parts, rows + 32 * start, count, out, scale, zero, stride)
     elif kind == BITS_8:
-        unpack_8(dim, parts, rows + 8 * start, count, out, times, plus, stride)
+        unpack_8(dim, parts, rows + 8 * start, count, out, scale, zero, stride)
     elif kind == BITS_3:
-        unpack_3(dim, parts, rows + 3 * start, count, out, times, plus, stride)
+        unpack_3(dim, parts, rows + 3 * start, count, out, scale, zero, stride)
     else:
-        unpack_fp8(dim, parts, rows + 8 * start, count, out, times, plus, stride)
+        unpack_fp8(dim, parts, rows + 8 * start, count, out, scale, zero, stride)
 
 
 @njit
@@ -169,71 +169,74 @@ def weigh(dim: Any, weights: Any, tile: Any, tokens: Any, out: Any) -> None:
 
 
 @njit
-def read_halves(address: Any, count: Any, out: Any) -> None:
-    """`count` float16 numbers as float32; both are addresses."""
-    unpack_f16(EIGHT, NONE, address, count // 8, out, out, out, 0)
-    for i in range(count // 8 * 8, count):
-        store_f32(out, i, load_f16(address, i))
+def read_halves(dim: Any, address: Any, count: Any, out: Any) -> None:
+    """`count` times as many float16 numbers as `dim` stands for, as float32; addresses."""
+    unpack_f16(dim, NONE, address, count, out, out, out, 0)
 
 
 @njit(fastmath=True)
-def read_key_scales(row: Any, at: Any, scale: Any, zero: Any) -> None:
-    """[1, head_dim] scales and zeros of keys, number `at`, heads counted in; formats without zeros leave them."""
-    head_dim, scale_row, zero_row = scale.shape[1], scale[0], zero[0]
+def read_key_scales(dim: Any, row: Any, at: Any, scale: Any, zero: Any) -> None:
+    """[head_dim] scales and zeros of keys, number `at`, heads counted in, written to addresses.
+
+    Formats without zeros leave those as they are.
+    """
     k_scale, k_zero = load_i64(row, columns.K_SCALE), load_i64(row, columns.K_ZERO)
-    first = at * head_dim
+    first = at * 8 * len(dim)
     if load_i64(row, columns.K_RANGE):
         r = load_i64(row, columns.K_RANGE) + 8 * at
-        for d in range(head_dim):
-            scale_row[d] = load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1)
-            zero_row[d] = load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3)
+        for d in range(8 * len(dim)):
+            store_f32(scale, d, load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1))
+            store_f32(zero, d, load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3))
     else:
-        read_halves(k_scale + 2 * first, head_dim, scale.ctypes.data)
+        read_halves(dim, k_scale + 2 * first, 1, scale)
         if k_zero:
-            read_halves(k_zero + 2 * first, head_dim, zero.ctypes.data)
+            read_halves(dim, k_zero + 2 * first, 1, zero)
 
 
 @njit(fastmath=True)
-def fold_key_scale(row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale: Any, zero: Any) -> None:
+def fold_key_scale(dim: Any, row: Any, at: Any, query: Any, scaled: Any, bias: Any, scale: Any, zero: Any) -> None:
     """scaled = query * scale and bias = query . zero, for the scales and zeros that `read_key_scales` gives."""
-    read_key_scales(row, at, scale, zero)
+    read_key_scales(dim, row, at, scale.ctypes.data, zero.ctypes.data)
     for m in range(query.shape[0]):
         mine, result = query[m], scaled[m]
         total = ZERO
-        for d in range(scale.shape[1]):
-            result[d] = mine[d] * scale[0, d]
-            total += mine[d] * zero[0, d]
+        for d in range(scale.shape[0]):
+            result[d] = mine[d] * scale[d]
+            total += mine[d] * zero[d]
         bias[m] = total
 
 
 @njit(fastmath=True)
-def read_value_scales(row: Any, block: Any, token: Any, tokens: Any, scale: Any, zero: Any, at: Any) -> None:
-    """[groups, width] scales and zeros, from `at` on, of tokens from `token` on; it and `block` count over heads."""
+def read_value_scales(
+    row: Any, block: Any, token: Any, tokens: Any, groups: Any, scale: Any, zero: Any, stride: Any
+) -> None:
+    """[groups, stride] scales and zeros of tokens from `token` on; it and `block` count over heads.
+
+    They are written to addresses; formats without zeros leave those as they are.
+    """
     v_scale, v_zero, v_range = (
         load_i64(row, columns.V_SCALE),
         load_i64(row, columns.V_ZERO),
         load_i64(row, columns.V_RANGE),
     )
-    groups = scale.shape[0]
-    if groups == 1 and not v_range:
-        read_halves(v_scale + 2 * token, tokens, scale.ctypes.data + 4 * at)
-        if v_zero:
-            read_halves(v_zero + 2 * token, tokens, zero.ctypes.data + 4 * at)
-        return
     for g in range(groups):
-        scale_row, zero_row = scale[g, at:], zero[g, at:]
-        first = token * groups + g
+        times, plus, first = scale + 4 * g * stride, zero + 4 * g * stride, token * groups + g
         if v_range:
             r = v_range + 8 * block
             for t in range(tokens):
-                scale_row[t] = load_u8_as_f32(v_scale, first + t * groups) * load_f16(r, 0) + load_f16(r, 1)
-                zero_row[t] = load_u8_as_f32(v_zero, first + t * groups) * load_f16(r, 2) + load_f16(r, 3)
+                at = first + t * groups
+                store_f32(times, t, load_u8_as_f32(v_scale, at) * load_f16(r, 0) + load_f16(r, 1))
+                store_f32(plus, t, load_u8_as_f32(v_zero, at) * load_f16(r, 2) + load_f16(r, 3))
         else:
-            for t in range(tokens):
-                scale_row[t] = load_f16(v_scale, first + t * groups)
+            # Those of one group lie side by side.
+            vectors = tokens // LANES if groups == 1 else 0
+            read_halves(SIXTEEN, v_scale + 2 * first, vectors, times)
+            for t in range(vectors * LANES, tokens):
+                store_f32(times, t, load_f16(v_scale, first + t * groups))
             if v_zero:
-                for t in range(tokens):
-                    zero_row[t] = load_f16(v_zero, first + t * groups)
+                read_halves(SIXTEEN, v_zero + 2 * first, vectors, plus)
+                for t in range(vectors * LANES, tokens):
+                    store_f32(plus, t, load_f16(v_zero, first + t * groups))
 
 
 @njit

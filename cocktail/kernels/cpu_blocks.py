@@ -20,11 +20,11 @@ from cocktail.kernels.cpu_lanes import (
     broadcast,
     load,
     multiply_add,
-    shuffled,
     spans_of,
     splat,
     store,
     sums_of_lanes,
+    sums_of_row,
     vector_of,
     widened,
 )
@@ -80,9 +80,7 @@ def score_block(typing_context, dim, rows, query, tile, count, out, stride):  # 
             totals = sums_of_lanes(builder, [builder.load(place) for place in sums])
             for m in range(num_rows):
                 at = builder.add(builder.mul(stride, I64(m)), first)
-                mine = totals
-                if num_rows * tokens > 1:
-                    mine = shuffled(builder, totals, totals, range(m * tokens, (m + 1) * tokens))
+                mine = sums_of_row(builder, totals, m, tokens)
                 store(builder, mine, builder.add(out, builder.mul(at, I64(4))), 0, tokens)
         return context.get_dummy_value()
 

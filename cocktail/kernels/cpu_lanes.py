@@ -98,3 +98,10 @@ def sums_of_lanes(builder: Any, vectors: Sequence[Any]) -> Any:
         pool, half = merged, half // 2
     [(vector, numbers)] = pool
     return shuffled(builder, vector, vector, [numbers.index(number) for number in range(len(vectors))])
+
+
+def sums_of_row(builder: Any, sums: Any, row: int, count: int) -> Any:
+    """What `sums_of_lanes` gives for the vectors of one row, of which each has `count`."""
+    if not isinstance(sums.type, ir.VectorType):
+        return sums
+    return shuffled(builder, sums, sums, range(row * count, (row + 1) * count))

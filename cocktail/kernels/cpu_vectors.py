@@ -31,6 +31,7 @@ from cocktail.kernels.cpu_lanes import (
     splat,
     store,
     sums_of_lanes,
+    sums_of_row,
     vector_of,
     widened,
 )
@@ -126,22 +127,22 @@ def _few_rows(kind: int) -> tuple[Any, Any]:
 
             def score(first: Any, tokens: int) -> None:
                 row = builder.add(rows, builder.mul(first, I64(size)))
-                totals: list[list[Any]] = [[] for _ in range(num_rows)]
+                totals: dict[tuple[int, int], Any] = {}
                 for token in range(tokens):
                     values = _row_values(builder, builder.add(row, I64(token * size)), kind, head_dim)
                     for m in range(num_rows):
                         total = splat(F32, LANES, 0.0)
                         for start, lanes, value in values:
                             mine = load(builder, query, 4 * (m * head_dim + start), F32, lanes)
-                            total = builder.fadd(
-                                total, widened(builder, builder.fmul(mine, value, flags=FAST), lanes), flags=FAST
-                            )
-                        totals[m].append(total)
+                            product = widened(builder, builder.fmul(mine, value, flags=FAST), lanes)
+                            total = builder.fadd(total, product, flags=FAST)
+                        totals[m, token] = total
+                sums = sums_of_lanes(builder, [totals[key] for key in sorted(totals)])
                 for m in range(num_rows):
-                    sums = sums_of_lanes(builder, totals[m])
-                    sums = builder.fadd(sums, broadcast(builder, biases[m], tokens), flags=FAST)
+                    mine = sums_of_row(builder, sums, m, tokens)
+                    mine = builder.fadd(mine, broadcast(builder, biases[m], tokens), flags=FAST)
                     at = builder.add(builder.mul(stride, I64(m)), first)
-                    store(builder, sums, builder.add(out, builder.mul(at, I64(4))), 0, tokens)
+                    store(builder, mine, builder.add(out, builder.mul(at, I64(4))), 0, tokens)
 
             fours = builder.sdiv(count, I64(4))
             with cgutils.for_range(builder, fours) as loop:

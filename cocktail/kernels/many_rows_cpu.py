@@ -64,7 +64,7 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
         kind, heads, ends = load_i64(p, KIND), load_i64(p, HEADS), load_i64(p, ITEM_ENDS)
         head, item = work % heads, load_i64(p, FIRST_ITEM) + work // heads
         tile = np.empty(TILE * head_dim, np.float32)
-        scale, zero = np.empty((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
+        scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
         value_scale, value_zero = np.empty((groups, TILE), np.float32), np.zeros((groups, TILE), np.float32)
         for at in range(load_i64(ends, item - 1) if item else 0, load_i64(ends, item)):
             span = load_i64(p, RANGES) + 40 * at
@@ -77,21 +77,24 @@ def _dequantize_item(head_dim: int, groups: int) -> Any:
             # Formats without zeros leave them as they are.
             zero[:] = np.float32(0.0)
             value_zero[:] = np.float32(0.0)
+            # Addresses are taken here: an array lives as long as it is named.
+            out, times, plus = tile.ctypes.data, scale.ctypes.data, zero.ctypes.data
+            value_times, value_plus = value_scale.ctypes.data, value_zero.ctypes.data
             for block in range(load_i64(span, 1), load_i64(span, 2)):
                 physical = load_i32(block_table, block) if block_table else block
                 held = head * physical_blocks + physical
                 if k_bits != UNQUANTIZED:
                     scale_row = load_i32(scale_index, block) if scale_index else physical
-                    read_key_scales(row, scale_row + head * load_i64(row, columns.NUM_SCALES), scale, zero)
+                    read_key_scales(dim, row, scale_row + head * load_i64(row, columns.NUM_SCALES), times, plus)
                 for offset in range(load_i64(span, 3), load_i64(span, 4), TILE):
                     count = min(TILE, load_i64(span, 4) - offset)
                     token = held * block_size + offset
-                    unpack(dim, NONE, k_kind, load_i64(row, columns.KEY), token, count, scale, zero, tile, 0)
+                    unpack(dim, NONE, k_kind, load_i64(row, columns.KEY), token, count, times, plus, 0, out)
                     _store(kind, tile, count * head_dim, load_i64(p, KEY), into)
                     if v_bits != UNQUANTIZED:
-                        read_value_scales(row, held, token, count, value_scale, value_zero, 0)
+                        read_value_scales(row, held, token, count, groups, value_times, value_plus, TILE)
                     values = load_i64(row, columns.VALUE)
-                    unpack(dim, parts, v_kind, values, token, count, value_scale, value_zero, tile, 0)
+                    unpack(dim, parts, v_kind, values, token, count, value_times, value_plus, TILE, out)
                     _store(kind, tile, count * head_dim, load_i64(p, VALUE), into)
                     into += count * head_dim
 

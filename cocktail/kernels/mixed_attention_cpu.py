@@ -79,7 +79,7 @@ def attend_blocks_few(
     scaled, bias = query, np.zeros(num_rows, np.float32)
     if k_bits != UNQUANTIZED:
         scaled = np.empty((num_rows, head_dim), np.float32)
-    scale, zero = np.empty((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
+    scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
     added = np.zeros((num_rows, head_dim), np.float32)
     k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
@@ -94,7 +94,7 @@ def attend_blocks_few(
                 if k_bits != UNQUANTIZED:
                     scale_row = load_i32(scale_index, block) if scale_index else physical
                     scale_row += head * load_i64(row, columns.NUM_SCALES)
-                    fold_key_scale(row, scale_row, query, scaled, bias, scale, zero)
+                    fold_key_scale(dim, row, scale_row, query, scaled, bias, scale, zero)
                 for m in range(0, num_rows, len(few)):
                     score_few(dim, few, k_kind, scaled[m:], bias[m:], key_rows, token, count, scores[m:], at)
             tokens = (stop - start) * count
@@ -104,7 +104,8 @@ def attend_blocks_few(
                     physical = load_i32(block_table, block) if block_table else block
                     held = head * physical_blocks + physical
                     token, at = held * block_size + offset, (block - start) * count
-                    read_value_scales(row, held, token, count, value_scale, value_zero, at)
+                    scales, zeros = value_scale.ctypes.data + 4 * at, value_zero.ctypes.data + 4 * at
+                    read_value_scales(row, held, token, count, groups, scales, zeros, width)
                 scale_weights(scores, value_scale, value_zero, tokens, weights, added)
             for block in range(start, stop):
                 physical = load_i32(block_table, block) if block_table else block
@@ -136,12 +137,13 @@ def attend_blocks(
     num_rows, head_dim = query.shape
     tile_tokens, groups = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim)), len(parts)
     width = tile_tokens + LANES
+    key_rows, value_rows = load_i64(row, columns.KEY), load_i64(row, columns.VALUE)
     k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
     block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
     block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
     # Tokens that fill a last block up are scored too: there is room for them.
     tile, scores = aligned(width, head_dim), aligned(num_rows, width)
-    scale, zero = np.empty((1, head_dim), np.float32), np.zeros((1, head_dim), np.float32)
+    scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
     k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
     # A tile is several whole blocks, or a part of one.
@@ -150,25 +152,28 @@ def attend_blocks(
         stop = min(start + blocks, last)
         for offset in range(first_token, last_token, part):
             count = min(part, last_token - offset)
+            # Addresses are taken here: an array lives as long as it is named.
             for block in range(start, stop):
                 physical = load_i32(block_table, block) if block_table else block
-                held, at = head * physical_blocks + physical, (block - start) * count
-                token = held * block_size + offset
+                token = (head * physical_blocks + physical) * block_size + offset
+                times, plus = scale.ctypes.data, zero.ctypes.data
                 if k_bits != UNQUANTIZED:
                     scale_row = load_i32(scale_index, block) if scale_index else physical
-                    read_key_scales(row, scale_row + head * load_i64(row, columns.NUM_SCALES), scale, zero)
-                unpack(dim, NONE, k_kind, load_i64(row, columns.KEY), token, count, scale, zero, tile, at)
+                    read_key_scales(dim, row, scale_row + head * load_i64(row, columns.NUM_SCALES), times, plus)
+                into = tile.ctypes.data + 4 * head_dim * (block - start) * count
+                unpack(dim, NONE, k_kind, key_rows, token, count, times, plus, 0, into)
             tokens = (stop - start) * count
             score(dim, query, tile, tokens, scores)
             soften(scores, tokens, peak, total, out)
             for block in range(start, stop):
                 physical = load_i32(block_table, block) if block_table else block
-                held, at = head * physical_blocks + physical, (block - start) * count
+                held = head * physical_blocks + physical
                 token = held * block_size + offset
+                times, plus = value_scale.ctypes.data, value_zero.ctypes.data
                 if v_bits != UNQUANTIZED:
-                    read_value_scales(row, held, token, count, value_scale, value_zero, 0)
-                values = load_i64(row, columns.VALUE)
-                unpack(dim, parts, v_kind, values, token, count, value_scale, value_zero, tile, at)
+                    read_value_scales(row, held, token, count, groups, times, plus, width)
+                into = tile.ctypes.data + 4 * head_dim * (block - start) * count
+                unpack(dim, parts, v_kind, value_rows, token, count, times, plus, width, into)
             weigh(dim, scores, tile, tokens, out)
 
 
@@ -193,10 +198,9 @@ def attend_tail(
     tile_tokens = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim))
     width = tile_tokens + LANES
     tile, scores = aligned(width, head_dim), aligned(num_rows, width)
-    no_scale = np.empty((1, 0), np.float32)
     for start in range(first, last, tile_tokens):
         tokens = min(tile_tokens, last - start)
-        unpack(dim, NONE, kind, key, start, tokens, no_scale, no_scale, tile, 0)
+        unpack(dim, NONE, kind, key, start, tokens, 0, 0, 0, tile.ctypes.data)
         score(dim, query, tile, tokens, scores)
         if mask:
             for m in range(num_rows):
@@ -205,7 +209,7 @@ def attend_tail(
                     if load_u8(shown, t) == 0:
                         row[t] = LOWEST
         soften(scores, tokens, peak, total, out)
-        unpack(dim, NONE, kind, value, start, tokens, no_scale, no_scale, tile, 0)
+        unpack(dim, NONE, kind, value, start, tokens, 0, 0, 0, tile.ctypes.data)
         weigh(dim, scores, tile, tokens, out)
 
 
