@@ -1,8 +1,8 @@
 """Mixed attention of many query rows on a CPU: codes are dequantized a stretch at a time for torch's attention.
 
-From a few dozen rows of a KV head on, reading every code again for each row costs more than writing its value down
-once in the run's dtype, and torch's kernel has what the processor has for matrices. A stretch is of fixed size, so the
-memory does not grow with the context; results of stretches and of the tail merge by log-sum-exp.
+Where the processor multiplies matrices, torch's kernel is faster from a few dozen rows of a KV head on. Elsewhere it
+is not, but a stretch is of fixed size, so that the memory does not grow with the context as that for partial results
+of many rows does; results of stretches and of the tail merge by log-sum-exp.
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
@@ -22,6 +22,7 @@ from cocktail.kernels.cpu_attention_tile import (
     read_value_scales,
     unpack,
 )
+from cocktail.kernels.cpu_lanes import CPU_FEATURES
 from cocktail.kernels.cpu_loads import load_i32, load_i64, store_bf16, store_f16, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, marker
@@ -33,8 +34,10 @@ from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
 # Tokens that are dequantized at a time, and those of a tile that stays in the nearest cache.
 STRETCH, TILE = 8192, 64
-# Query rows of a KV head from which this is faster.
-MANY_ROWS = {torch.bfloat16: 24, torch.float16: 36, torch.float32: 48}
+# Query rows of a KV head from which this is faster; without tiles for matrices it takes twice as long at 1,500 rows,
+# and is for the memory's sake.
+HAS_MATRICES = bool(CPU_FEATURES.get("amx-bf16"))
+MANY_ROWS = {torch.bfloat16: 24, torch.float16: 36, torch.float32: 48} if HAS_MATRICES else dict.fromkeys(KINDS, 512)
 
 # Parameters of a call, in int64: addresses, and numbers of elements.
 KIND, HEADS, TABLE, RANGES, ITEM_ENDS, STARTS, FIRST_ITEM, KEY, VALUE = range(9)

@@ -37,7 +37,7 @@ from cocktail.kernels.cpu_attention_tile import (
     weigh,
     weigh_few,
 )
-from cocktail.kernels.cpu_lanes import LANES
+from cocktail.kernels.cpu_lanes import HAS_PERMUTE, LANES
 from cocktail.kernels.cpu_loads import load_f32, load_i32, load_i64, load_u8, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, few_rows_fit, marker
@@ -50,6 +50,8 @@ from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 ITEM_TOKENS = 512
 # Query rows whose accumulators fit into registers at a time, tokens that they meet between two looks at the softmax.
 FEW, FEW_TILE = 4, 256
+# Channels of these that leave long registers room for what is multiplied.
+FEW_VALUES = 384
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
@@ -329,6 +331,9 @@ def attend_kernel(head_dim: int, groups: int, group: int, rows: int) -> Any:
     groups = groups or head_dim // value_group_size(head_dim)
     # A group of five or seven heads would meet its codes one head at a time.
     fits = rows == 1 and (few > 1 or group == 1) and few_rows_fit(head_dim, head_dim // groups)
+    if HAS_PERMUTE:
+        # Tiles are as fast there as meeting codes twice, or as sums that do not fit the registers.
+        fits = fits and group <= FEW and group * head_dim <= FEW_VALUES
     return _attend_item(head_dim, groups, few if fits else 0)
 
 

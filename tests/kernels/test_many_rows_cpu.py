@@ -16,6 +16,7 @@ from tests.kernels.dense_reference import gentle_query, outlier_keys
 
 many_rows_cpu = pytest.importorskip("cocktail.kernels.many_rows_cpu", reason="numba is not installed")
 KV_HEADS, SHARE, SLOTS = 2, 3, 40
+ROWS = 17
 
 
 def segments(tokens: int, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[SegmentTable, torch.Tensor]:
@@ -38,17 +39,26 @@ def segments(tokens: int, block_size: int, head_dim: int, dtype: torch.dtype) ->
 def test_many_rows_attend_to_every_stretch(tokens: int, block_size: int, dtype: torch.dtype) -> None:
     table, key = segments(tokens, block_size, 64, dtype)
     generator = torch.Generator().manual_seed(1)
-    rows = many_rows_cpu.MANY_ROWS[dtype] // SHARE + 1
-    query = gentle_query(KV_HEADS * SHARE, rows, key, generator).to(dtype)
+    query = gentle_query(KV_HEADS * SHARE, ROWS, key, generator).to(dtype)
     tail_key, tail_value = (torch.randn((KV_HEADS, SLOTS, 64), generator=generator).to(dtype) for _ in range(2))
-    mask = torch.rand((rows, SLOTS), generator=generator) < 0.5
+    mask = torch.rand((ROWS, SLOTS), generator=generator) < 0.5
     mask[2] = False
     for shown in (mask, None):
         actual, expected = (
             attend(query, table, tail_key, tail_value, shown, 0.125)
-            for attend in (mixed_attention, mixed_attention_ref)
+            for attend in (many_rows_cpu.many_rows_cpu, mixed_attention_ref)
         )
         assert_close_rms(actual, expected, TOLERANCE[dtype], "many rows")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention_of_so_many_rows_is_this(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(many_rows_cpu, "many_rows_cpu", lambda query, *_: asked.append(query.shape[1]))
+    tail = torch.zeros((1, 2, 16), dtype=dtype)
+    for rows in (many_rows_cpu.MANY_ROWS[dtype], many_rows_cpu.MANY_ROWS[dtype] - 1):
+        mixed_attention(torch.zeros((1, rows, 16), dtype=dtype), [], tail, tail, None, 0.25)
+    assert asked == [many_rows_cpu.MANY_ROWS[dtype]]
 
 
 def test_tokens_of_all_stretches_are_dequantized_once_and_in_order() -> None:
@@ -65,9 +75,8 @@ def test_tokens_of_all_stretches_are_dequantized_once_and_in_order() -> None:
 
 def test_an_emulated_device_holds_the_result_only() -> None:
     table, key = segments(500, 20, 40, torch.float32)  # a head size of its own: buffers are kept from run to run
-    rows = many_rows_cpu.MANY_ROWS[torch.float32]
-    query = gentle_query(KV_HEADS * SHARE, rows, key, torch.Generator().manual_seed(1))
-    tail, mask = torch.zeros((KV_HEADS, SLOTS, 40)), torch.ones((rows, SLOTS), dtype=torch.bool)
+    query = gentle_query(KV_HEADS * SHARE, ROWS, key, torch.Generator().manual_seed(1))
+    tail, mask = torch.zeros((KV_HEADS, SLOTS, 40)), torch.ones((ROWS, SLOTS), dtype=torch.bool)
     with Ledger() as ledger:
         result = many_rows_cpu.many_rows_cpu(query, table, tail, tail, mask, 0.1)
     assert ledger.peak_bytes == ledger.held_bytes == result.nbytes
@@ -83,7 +92,8 @@ def test_nan_comes_out_where_the_reference_gives_it(place: str) -> None:
     for bits in (2, UNQUANTIZED):
         table = SegmentTable([quantize_pack(key, value, torch.arange(3), bits, bits, 32)])
         actual, expected = (
-            attend(query, table, tail_key, tail_value, None, 0.2) for attend in (mixed_attention, mixed_attention_ref)
+            attend(query, table, tail_key, tail_value, None, 0.2)
+            for attend in (many_rows_cpu.many_rows_cpu, mixed_attention_ref)
         )
         assert expected.isnan().any()
         assert torch.equal(actual.isnan(), expected.isnan())
@@ -94,6 +104,6 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
     tail = torch.randn((KV_HEADS, 4, 32))
     mask = torch.ones((30, 4), dtype=torch.bool)
     mask[7] = False
-    output = mixed_attention(query, [], tail, tail, mask, 0.2)
+    output = many_rows_cpu.many_rows_cpu(query, SegmentTable([]), tail, tail, mask, 0.2)
     assert output[:, 7].count_nonzero() == 0
     assert output.isfinite().all()
