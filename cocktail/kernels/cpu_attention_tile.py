@@ -91,11 +91,11 @@ def unpack(
     elif kind == BITS_4:
         unpack_4(dim, parts, rows + 4 * start, count, out, scale, zero, stride)
     elif kind == BFLOAT16:
-        unpack_bf16(dim, parts, rows + 16 * start, count, out, scale, zero, stride)
+        unpack_bf16(dim, NONE, rows + 16 * start, count, out, 0, 0, 0)
     elif kind == FLOAT16:
-        unpack_f16(dim, parts, rows + 16 * start, count, out, scale, zero, stride)
+        unpack_f16(dim, NONE, rows + 16 * start, count, out, 0, 0, 0)
     elif kind == FLOAT32:
-        unpack_f32(dim, parts, rows + 32 * start, count, out, scale, zero, stride)
+        unpack_f32(dim, NONE, rows + 32 * start, count, out, 0, 0, 0)
     elif kind == BITS_8:
         unpack_8(dim, parts, rows + 8 * start, count, out, scale, zero, stride)
     elif kind == BITS_3:

@@ -97,7 +97,8 @@ def _unpack_rows(kind: int) -> Any:
 
     eighths = row_bytes(kind, 8)
 
-    @njit
+    # Compiled code alone calls this; what Python would need takes as long to compile.
+    @njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
     def unpack(dim, parts, rows, count, out, scale, zero, stride):  # type: ignore[no-untyped-def]
         step = 4 if len(parts) else 0
         for t in range(count):
