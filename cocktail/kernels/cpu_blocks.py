@@ -29,8 +29,8 @@ from cocktail.kernels.cpu_lanes import (
     widened,
 )
 
-# Query rows of a block. What these meet at a time has to fit the registers with its sums: tokens by the rows of a
-# block, which divide BLOCK_TOKENS, and vectors of a value.
+# Query rows of a block, or fewer for the last ones. What these meet at a time has to fit the registers with its sums:
+# keys by the number of rows, which divide BLOCK_TOKENS, and vectors of a value.
 BLOCK_ROWS, BLOCK_TOKENS = 4, 4
 _TOKENS = {1: 4, 2: 4, 3: 4, 4: 4} if HAS_PERMUTE else {1: 4, 2: 2, 3: 1, 4: 1}
 _VECTORS = 6 if HAS_PERMUTE else 1

@@ -1,8 +1,7 @@
-"""Vector code for attention tiles on a CPU, written as LLVM IR because numba does not vectorise these loops.
+"""Rows of a format as vectors on a CPU: unpacking, and scores and weighing that keep them in registers; LLVM IR.
 
-A tile is float32, token after token, and GROUP tokens are worked on at a time. Vectors have 16 lanes; LLVM splits
-them where registers are shorter. A head size is known to the compiler through the type of a marker, a tuple of
-head_dim / 8 elements: code for another head size is another specialisation of the same cached function.
+A head size is known to the compiler through the type of a marker, a tuple of head_dim / 8 elements: code for another
+head size is another specialisation of the same cached function.
 """
 
 # No `from __future__ import annotations`: numba reads the functions below.
