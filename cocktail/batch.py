@@ -72,7 +72,8 @@ class BatchWorker:
 
         self._config, self._reporter, self._on_failure = config, reporter, on_failure
         self._models = LoadedModels()
-        self._has_answered = False
+        # Set once an answer has come.
+        self.model_works = False
 
     def check(self, groups: Iterable[BatchGroup]) -> None:
         """Returns if the command line's model and device are there, or no group needs them.
@@ -121,16 +122,18 @@ class BatchWorker:
             except Exception as error:
                 # A library that is interrupted may raise anything.
                 check_interrupt()
-                if isinstance(error, ModelError) and not self._has_answered and not self._has_own_model(group.source):
+                if isinstance(error, ModelError) and not self.model_works and not self._has_own_model(group.source):
                     raise
                 if not isinstance(error, (*_UNREADABLE, UsageError)):
                     # It may have ended in the middle of a pass.
                     self._models.close()
                 if alone or isinstance(error, _UNREADABLE):
-                    failed = failed_results(waiting[: 1 if alone else None], error, self._on_failure)
+                    left = [question for question in asked if question in waiting]
+                    failed = failed_results(left, error, self._on_failure)
                 alone = True
-            yield from failed
-            del waiting[: len(failed)]
+            for question, result in failed:
+                waiting.remove(question)
+                yield question, result
 
     def close(self) -> None:
         """Frees the model."""
@@ -154,7 +157,7 @@ class BatchWorker:
             for index, answer in answers:
                 if answer.finish_reason == "interrupted":
                     raise KeyboardInterrupt
-                self._has_answered = True
+                self.model_works = True
                 yield index, answer
 
     def _has_own_model(self, source: BatchSource) -> bool:

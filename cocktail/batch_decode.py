@@ -28,8 +28,8 @@ from cocktail.verify import Verdict, match
 class BatchMember:
     """A question that is decoded with others: its cache, which holds what stands before its answer, and the answer.
 
-    `token_id` is the last token drawn, which the next pass takes in; `most_rows` the questions of the widest pass it
-    was in; `ngram` its document and question, where what stands there may be drafted; `counts` what drafting did.
+    `token_id` is the last token drawn, which the next pass takes in; `most_together` the most questions of a pass that
+    it was in; `ngram` its document and question, where what stands there may be drafted; `counts` what drafting did.
     """
 
     cache: MixedKVCache
@@ -37,7 +37,7 @@ class BatchMember:
     stream: GenerationStream
     ngram: NgramDraft | None = None
     token_id: int = -1
-    most_rows: int = 0
+    most_together: int = 0
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def draw(self, logits: torch.Tensor) -> bool:
@@ -71,13 +71,13 @@ class BatchMember:
         else:
             self.counts.add_round(tree, verdict.path, len(verdict.tokens))
             self.counts.verify_seconds += seconds
-            self.counts.add_saved(saved)
+        self.counts.add_saved(saved)
 
     def end(self) -> Generation:
         """What was generated."""
-        rows = self.most_rows
-        alone = "one question in a pass" if rows else "none"
-        return self.stream.end(f"up to {rows} questions in a pass" if rows > 1 else alone)
+        most = self.most_together
+        alone = "one question in a pass" if most else "none"
+        return self.stream.end(f"up to {most} questions in a pass" if most > 1 else alone)
 
 
 class BatchDecoder:
@@ -143,10 +143,11 @@ class BatchDecoder:
         seconds, saved = self._clock() - began, 0.0
         if draft is not None:
             draft.verify.add(sum(rows), seconds)
+        if draft is not None and (steps or sum(rows) > len(members)):
             emitted = sum(len(verdict.tokens) for verdict in verdicts)
             saved = emitted / len(members) * draft.verify(len(members)) - drafting - seconds
         for member, tree, verdict in zip(members, trees, verdicts, strict=True):
-            member.most_rows = max(member.most_rows, len(members))
+            member.most_together = max(member.most_together, len(members))
             if draft is not None:
                 draft.learn(tree, len(verdict.path) - 1)
                 member.count(tree, verdict, steps, drafting, seconds, saved)

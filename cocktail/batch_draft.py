@@ -25,8 +25,6 @@ from cocktail.kv_cache import MixedKVCache
 from cocktail.offload.accelerator import wait_for
 from cocktail.sampling import Sampler
 
-# Rows of a pass that are drafted, at most.
-MAX_DRAFTED = 64
 # The chance that a self-draft's token is right, before any was verified; for how many tokens that guess stands; and how
 # much older ones count at each pass.
 _PRIOR_CHANCE, _PRIOR_TOKENS, _KEPT = 0.8, 16, 0.9
@@ -56,8 +54,8 @@ class BatchDraft:
         model: the target.
         calibration: how far drafts were right.
         verify: seconds of the target's pass by rows.
+        drafted: rows of a pass that are drafted, at most, for all questions together.
         view: swaps a self-draft's substitutes in while it is entered; None: there are none.
-        drafted: rows of a pass that are drafted, at most.
         always: draft whatever it costs.
         clock: seconds.
 
@@ -67,8 +65,8 @@ class BatchDraft:
     model: PreTrainedModel
     calibration: Calibration
     verify: RowTimes
+    drafted: int
     view: Callable[[], AbstractContextManager[object]] | None = None
-    drafted: int = MAX_DRAFTED
     always: bool = False
     clock: Callable[[], float] = time.perf_counter
     steps: int = 0
@@ -91,8 +89,9 @@ class BatchDraft:
         trees = [tree.pruned(tree.path(tree.best_leaf)) for tree in trees]
         if self.view is not None:
             # What is less likely than the self-draft's own tokens is in their way.
-            trees = [tree if len(tree) > 1 and tree[1].worth >= self._chance else tree.pruned(()) for tree in trees]
-            self._grow(questions, trees, batch, began)
+            likely = [tree if len(tree) > 1 and tree[1].worth >= self._chance else tree.pruned(()) for tree in trees]
+            self._grow(questions, likely, batch, began)
+            trees = [chain if len(chain) > 1 else tree for chain, tree in zip(likely, trees, strict=True)]
         spent = self.clock() - began
         return self._worthwhile(trees, spent), spent
 
@@ -128,11 +127,12 @@ class BatchDraft:
 
     def _grow(self, questions: Sequence[Drafted], trees: Sequence[DraftTree], batch: BatchCache, began: float) -> None:
         """Adds a self-draft's tokens to the chains of questions that have none yet, as long as that pays."""
-        growing = [number for number, tree in enumerate(trees) if len(tree) == 1]
-        for step in range(max((questions[number].draftable for number in growing), default=0)):
-            growing = [number for number in growing if step < questions[number].draftable]
+        growing, step = [number for number, tree in enumerate(trees) if len(tree) == 1], 0
+        while True:
             left = self.drafted - sum(len(tree) - 1 for tree in trees)
-            if not growing or left < len(growing):
+            growing = [number for number in growing if step < questions[number].draftable]
+            growing = sorted(sorted(growing, key=lambda number: -trees[number][step].worth)[:left])
+            if not growing:
                 return
             ahead = max(questions[number].draftable for number in growing) - step
             worths, spent, verify = self._rated(trees, self.clock() - began)
@@ -141,6 +141,8 @@ class BatchDraft:
             if not (pays or self.always):
                 return
             self._step(questions, trees, growing, step, batch)
+            step += 1
+            growing = [number for number in growing if len(trees[number]) > step]
 
     def _step(
         self,
@@ -150,7 +152,7 @@ class BatchDraft:
         step: int,
         batch: BatchCache,
     ) -> None:
-        """One more token for some of the questions."""
+        """One more token for some of the questions; none where the draft's logits are not finite."""
         assert self.view is not None
         began, device = self.clock(), batch.device
         ids = torch.tensor([trees[number][step].token for number in growing], device=device)
@@ -162,6 +164,8 @@ class BatchDraft:
         self.steps += 1
         for number, position, row in zip(growing, positions.tolist(), logits, strict=True):
             sampler = questions[number].sampler
+            if not bool(row.isfinite().all()):
+                continue
             # The target will draw with the same random number.
             token = sampler.draw(row, position + 1)
             probability = float(torch.softmax(row.float(), dim=-1)[token])

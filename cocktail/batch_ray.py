@@ -65,8 +65,8 @@ class RayWorkers:
             is_own = self._stack.enter_context(ray_cluster(hides_command=secret))
             self._start(groups, is_own)
             while all(place.is_starting for place in self._places):
-                # No question was asked yet.
-                assert not list(self._listen())
+                results = list(self._listen())
+                assert not results, "no question was asked yet"
 
     def answer_all(self, groups: Sequence[BatchGroup]) -> Generator[tuple[BatchQuestion, Result], None, None]:
         """Each question with its result, as it comes.
@@ -146,6 +146,8 @@ class RayWorkers:
             self._tell(said)
             if answer is not None:
                 key, result = answer
+                for other in self._places:
+                    other.model_works |= bool(result["ok"])
                 yield place.asked.pop(key), result
 
     def _tell(self, said: list[tuple[str, str]]) -> None:
@@ -190,6 +192,7 @@ class _Place:
         asked: what it has not answered of the group that it is at, by key.
         groups: what it is asked next.
         data: refers to the bytes of their document.
+        model_works: some worker has answered a question.
     """
 
     actor: Any
@@ -200,6 +203,7 @@ class _Place:
     asked: dict[str, BatchQuestion] = field(default_factory=dict)
     groups: deque[BatchGroup] = field(default_factory=deque)
     data: Any = None
+    model_works: bool = False
 
     def __post_init__(self) -> None:
         self._wake()
@@ -234,7 +238,7 @@ class _Place:
         if self.groups:
             group = self.groups.popleft()
             self.asked = {question.key: question for question in group.questions}
-            self.stream = self._stream(self.actor.answer, group, self.data)
+            self.stream = self._stream(self.actor.answer, group, self.data, self.model_works)
         else:
             self.data = None
 

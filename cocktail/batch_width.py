@@ -60,6 +60,6 @@ def _plan(job: Job, count: int, outlook: Outlook, speed: DeviceSpeed) -> Residen
     logits = count * int(job.reading.hf_config.vocab_size) * job.itemsize
     nbytes = max(held.kv_bytes, shared) + logits
     if held.streamed:
-        return outlook.plan_again(held, nbytes, speed)
+        return outlook.plan_together(held, count, nbytes, speed)
     estimate = replace(held.estimate, kv_cache=nbytes - logits, workspace=held.estimate.workspace + logits)
     return replace(held, estimate=estimate)

@@ -56,8 +56,8 @@ def shared_bytes(
             most = min(int(wanted.any(axis=0).sum()), int(np.sort(wanted.sum(axis=1))[-width:].sum()))
             k_pair, v_pair = (np.array([number]) for number in pair)
             total += most * int(block_bytes(head_dim, layout.chunk_size, k_pair, v_pair, itemsize)[0]) * heads
-        # A question has a table of its own, of as many segments as there were joins at most.
-        segments = width * len(pairs) + 1
+        # A question has a table of its own. Slabs that some block is left in after joins and leaves are few.
+        segments = min(len(plans), 2 * width + 8) * len(pairs) + 1
         total += width * (4 * layout.num_chunks + 8 * COLUMNS * segments)
         total += segments * len(fields(Segment)) * _ALLOCATION_BYTES
     return total
@@ -120,13 +120,13 @@ class BlockPool:
             source: the document's unquantized KV; of a layer of which every block is there it is not read.
             plans: one a cache.
         """
-        for index, window in enumerate(self._geometry.windows):
-            if window is None:
-                self._make_missing(index, source, plans)
-                continue
-            context = source.layer(index)
-            for cache, plan in zip(caches, plans, strict=True):
-                cache.seal(index, context, plan)
+        try:
+            self._make_all(caches, source, plans)
+        except BaseException:
+            for layer in self._layers:
+                for block in [block for block in layer.blocks.values() if not block.references]:
+                    self._free(layer, block)
+            raise
         # Nothing is lent before every layer could be read.
         for cache, plan in zip(caches, plans, strict=True):
             lent = [self._blocks(index, plan) for index in range(len(self._layers))]
@@ -153,6 +153,15 @@ class BlockPool:
     def num_blocks(self) -> int:
         """Blocks of all layers that some question reads."""
         return sum(len(layer.blocks) for layer in self._layers)
+
+    def _make_all(self, caches: Sequence[MixedKVCache], source: ContextSource, plans: Sequence[BitPlan]) -> None:
+        for index, window in enumerate(self._geometry.windows):
+            if window is None:
+                self._make_missing(index, source, plans)
+                continue
+            context = source.layer(index)
+            for cache, plan in zip(caches, plans, strict=True):
+                cache.seal(index, context, plan)
 
     def _blocks(self, index: int, plan: BitPlan) -> list[_Block]:
         if self._geometry.windows[index] is not None:

@@ -103,9 +103,11 @@ def make_batch_draft(job: Job, loaded: LoadedModel, config: Config) -> BatchDraf
         def view() -> DraftView:
             return DraftView(loaded.model, substitutes)
 
+    elif config.draft == "self":
+        return None
     # A further row reads the same weights, and a context of its own.
     verify = RowTimes(first=math.inf, slope=0.002 if streamed else 0.05)
-    return BatchDraft(loaded.model, Calibration(), verify, view, job.drafted_tokens)
+    return BatchDraft(loaded.model, Calibration(), verify, job.drafted_tokens, view)
 
 
 def looked_up(job: Job, index: int, draft: BatchDraft | None) -> NgramDraft | None:

@@ -61,6 +61,19 @@ def why_no_self_draft(config: Config) -> str | None:
     return "--draft-model drafts" if config.draft_model else None
 
 
+def _shared(draft: Draft, count: int, drafted_tokens: int) -> Draft:
+    """What a draft does for each of several questions, which share the rows that a pass may draft."""
+    if draft.form is None:
+        return replace(draft, rows=count)
+    depth = min(draft.depth, drafted_tokens // count)
+    return replace(
+        draft,
+        depth=depth,
+        rows=count * (1 + depth),
+        acceptance_length=min(draft.acceptance_length, 1.0 + depth),
+    )
+
+
 class Outlook:
     """One run's lengths and precision, to be planned for any budget.
 
@@ -138,14 +151,22 @@ class Outlook:
         )
         return next((plan for plan in plans if plan is not None), None)
 
-    def plan_again(self, plan: ResidencyPlan, kv_bytes: int, speed: DeviceSpeed) -> ResidencyPlan | None:
-        """The fastest plan within a plan's budget whose KV cache is held as its is and takes so many bytes, or None."""
+    def plan_together(self, plan: ResidencyPlan, count: int, kv_bytes: int, speed: DeviceSpeed) -> ResidencyPlan | None:
+        """As a plan, for questions that are decoded together, whose KV caches take so many bytes; None: nothing fits.
+
+        Args:
+            plan: of one question.
+            count: questions; `token_seconds` is the time in which each of them gets a token.
+            kv_bytes: of all of them.
+            speed: of the device.
+        """
         workload, turns = self.workload, self._drafts
         if plan.drafted_tokens != workload.drafted_tokens and self._without_draft is not None:
             workload, turns = self._without_draft, ((NO_DRAFT,),)
         choice = next(choice for choice in workload.kv if choice.policy == plan.kv_policy)
         workload = replace(workload, kv=(replace(choice, nbytes=kv_bytes),))
-        plans = (plan_residency(self.planner.size, workload, plan.budget_bytes, speed, drafts) for drafts in turns)
+        shared = [[_shared(draft, count, workload.drafted_tokens) for draft in drafts] for drafts in turns]
+        plans = (plan_residency(self.planner.size, workload, plan.budget_bytes, speed, drafts) for drafts in shared)
         return next((found for found in plans if found is not None), None)
 
     def checked_plan(

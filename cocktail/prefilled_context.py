@@ -116,7 +116,8 @@ class PrefilledContext:
                 caches = [self._empty_cache(job.layout) for _ in indices]
                 pool.lend(caches, self.source, plans)
                 return [SharedRead(cache, self._stats_again()) for cache in caches]
-            self.source = None
+            # Their tails go before the document is read, and nothing may map a file that is to be removed.
+            caches, self.source = [], None
             self._kept.damaged()
         self._was_read = True
         first, logits = self._prefill(job.reading.suffixes[indices[0]], plans[0])

@@ -52,8 +52,15 @@ class RayWorker:
         finally:
             yield self._reporter.taken(), None
 
-    def answer(self, group: BatchGroup, data: bytes) -> Iterator[Told]:
-        """As `BatchWorker.answer`; tells keys and results, and what was said meanwhile."""
+    def answer(self, group: BatchGroup, data: bytes, model_works: bool) -> Iterator[Told]:
+        """As `BatchWorker.answer`; tells keys and results, and what was said meanwhile.
+
+        Args:
+            group: the questions.
+            data: the document's bytes.
+            model_works: some worker has answered a question.
+        """
+        self._worker.model_works |= model_works
         try:
             with closing(self._worker.answer(group, data)) as answers:
                 for question, result in answers:

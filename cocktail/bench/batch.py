@@ -29,6 +29,7 @@ from cocktail.loaded_models import LoadedModels
 from cocktail.model import LoadedModel
 from cocktail.model_source import resolve_model
 from cocktail.offload.accelerator import wait_for
+from cocktail.out_of_memory import memory_errors
 from cocktail.prefilled_context import PrefilledContext
 from cocktail.reading import read_for_questions
 from cocktail.ready_kernels import ready_job_kernels
@@ -90,11 +91,11 @@ def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, rep
     config = replace(config, cache=False, batch_size=max(benchmark.widths))
     recorder, watch = Recorder(reporter), Stopwatch()
     before = psutil.getloadavg()
-    with ExitStack() as stack:
+    with memory_errors(), ExitStack() as stack:
         kept = request.read_kept(config, recorder)
         folder = resolve_model(config.model, config, recorder)
         reading = read_for_questions(kept.document, QUESTIONS, folder, config, recorder, watch)
-        # Where layers are streamed, the plan for the most questions at a time is every width's.
+        # Where layers are streamed, the plan for the most questions at a time that fit is every width's.
         job = plan_job(reading, config, recorder, together=True)
         loaded = stack.enter_context(closing(LoadedModels())).load(job, config, recorder, watch)
         context = PrefilledContext(job, loaded, KeptKV(kept, job, loaded), config, recorder)
@@ -102,7 +103,13 @@ def bench_batch(request: Request, benchmark: BatchBenchmark, config: Config, rep
         ready_job_kernels(job, loaded, recorder, watch)
         widths = sorted({1, *benchmark.widths})
         drafts = (False, True) if job.drafted_tokens and config.draft != "off" else (False,)
-        rows = [BatchRow(width, drafting) for drafting in drafts for width in widths]
+        # Of a budget a plan may have no room for more; without one nothing is counted.
+        most = max(widths) if job.budget_bytes is None else job.width
+        rows = [
+            BatchRow(width, drafting, "" if width <= most else "does not fit the budget")
+            for drafting in drafts
+            for width in widths
+        ]
         tokens = len(reading.tokenized.token_ids)
         result = BatchResult(
             document={"path": kept.document.path, "tokens": tokens},
@@ -139,7 +146,7 @@ def _round(setup: _Setup, rows: Sequence[BatchRow], reporter: Reporter, stage: s
         tokens = len(QUESTIONS) * (setup.config.max_tokens - 1)
         own = setup.job.geometry.values_per_token * setup.job.tail_capacity * setup.job.itemsize
         largest = max(separate)
-        for row in rows:
+        for row in (row for row in rows if not row.reason):
             found, taken, shared = expected, seconds, largest - own
             if row.width > 1:
                 found, taken, shared = _together(setup, row.width, row.drafting)
@@ -208,5 +215,9 @@ def _together(setup: _Setup, width: int, drafting: bool) -> tuple[list[list[int]
                 decoder.step()
         wait_for(setup.loaded.device)
         seconds += time.perf_counter() - start
-        found += [member.end().token_ids for member in members]
+        for member in members:
+            found.append(member.end().token_ids)
+            pool.take_back(member.cache)
+        # The next ones' are made before these names are theirs.
+        del members, member, read
     return found, seconds, most

@@ -37,10 +37,11 @@ class BatchRun:
 
 @dataclass
 class BatchRow:
-    """The runs of one width, with drafts or without."""
+    """The runs of one width, with drafts or without; `reason` tells why it is not run."""
 
     width: int
     drafting: bool = False
+    reason: str = ""
     runs: list[BatchRun] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class BatchRow:
             "width": self.width,
             "drafting": self.drafting,
             "status": "measured" if last else "not run",
+            "reason": self.reason or None,
             "tokens_per_second": statistics.median(rates) if rates else None,
             "tokens_per_second_low": min(rates, default=None),
             "tokens_per_second_high": max(rates, default=None),

@@ -16,10 +16,16 @@ from cocktail.cli.render_columns import (
     wrapped,
 )
 
+_RATE = ratio_cell("tokens_per_second", 1)
+
 
 def _range(record: Record) -> str:
     low, high = record["ratio_low"], record["ratio_high"]
     return "-" if record["runs"] < 2 else f"{low:.2f}-{high:.2f}"
+
+
+def _rate(record: Record) -> str:
+    return str(record["reason"]) if record["reason"] else _RATE(record)
 
 
 def _same(record: Record) -> str:
@@ -29,7 +35,7 @@ def _same(record: Record) -> str:
 _COLUMNS = (
     Column("together", lambda record: str(record["width"]), 10),
     Column("drafts", lambda record: "yes" if record["drafting"] else "no", 11),
-    Column("tok/s", ratio_cell("tokens_per_second", 1), 9),
+    Column("tok/s", _rate, 9),
     Column("ratio", ratio_cell("ratio"), 9),
     Column("range", _range, 3),
     Column("same", _same, 8),

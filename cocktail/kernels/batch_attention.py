@@ -54,7 +54,7 @@ def batch_attention(
         [num_heads, rows, head_dim], the dtype of `query`.
 
     Raises:
-        ValueError: if shapes or dtypes do not belong together, or a row has nothing to attend to.
+        ValueError: if rows, owners and ends are not as many, or segments are not of the query's shape and dtype.
     """
     if not query.shape[1] == len(owners) == len(stops):
         raise ValueError(f"{query.shape[1]} rows have {len(owners)} owners and {len(stops)} ends of tails")

@@ -56,6 +56,17 @@ def test_layers_may_be_streamed(
     assert {row["same_answers"] for row in result["variants"]} == {len(QUESTIONS)}
 
 
+def test_a_width_that_does_not_fit_the_budget_is_not_run(
+    arguments: list[str], tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
+    arguments[arguments.index("-m") + 1] = str(saved(tmp_path / "deep", tiny_folder, 3, **sizes))
+    assert run([*arguments, "--widths", "8", "--draft", "off", "--vram", "9MB", "-o", "json"]) == 0
+    alone, wide = json.loads(capsys.readouterr().out)["variants"]
+    assert (alone["status"], alone["reason"]) == ("measured", None)
+    assert (wide["status"], wide["reason"]) == ("not run", "does not fit the budget")
+
+
 @pytest.mark.parametrize("output", ["table", "md", "csv"])
 def test_it_is_written_in_every_format(arguments: list[str], output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*arguments, "--widths", "2", "-o", output]) == 0

@@ -15,13 +15,13 @@ DEADLY = "Who kills the worker?"
 class DyingWorker(RayWorker):
     """Dies of one question, and says how many threads it has."""
 
-    def answer(self, group: BatchGroup, data: bytes) -> Iterator[Told]:
+    def answer(self, group: BatchGroup, data: bytes, model_works: bool) -> Iterator[Told]:
         import torch
 
         self._reporter.note(f"{torch.get_num_threads()} threads")
         if any(question.text == DEADLY for question in group.questions):
             os.kill(os.getpid(), signal.SIGKILL)
-        yield from super().answer(group, data)
+        yield from super().answer(group, data, model_works)
 
 
 class StillbornWorker(RayWorker):

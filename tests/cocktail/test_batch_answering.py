@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cocktail import attention, batch_answering, batch_decode
+from cocktail import attention, batch_answering, batch_decode, drafting
 from cocktail.answer import Answer
 from cocktail.batch_decode import BatchDecoder, BatchMember
+from cocktail.batch_draft import BatchDraft
 from cocktail.block_pool import BlockPool
 from cocktail.config import Config
 from cocktail.engine import Request, answer_in_batches, answer_questions
@@ -162,8 +164,10 @@ def test_a_budget_holds_and_narrows_the_batch(document: Path, config: Config, jo
 
 @pytest.mark.parametrize("draft", ["off", "auto", "ngram", "self"])
 def test_a_pass_over_streamed_weights_serves_all_questions(
-    document: Path, config: Config, jobs: list[Job], draft: str, target_folder: Path
+    document: Path, config: Config, jobs: list[Job], draft: str, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Whether or not it pays: that depends on the machine.
+    monkeypatch.setattr(drafting, "BatchDraft", partial(BatchDraft, always=True))
     config = replace(config, model=str(target_folder), draft=draft, cache=False)
     # Three tails, and by far not all layers.
     budget = int(2.8 * least_budget(document, config, *QUESTIONS))
@@ -179,6 +183,10 @@ def test_a_pass_over_streamed_weights_serves_all_questions(
         if draft == "self":
             assert plan.substitute_bits == 4
             assert answer.speculation.mode == "self"
+            assert answer.speculation.draft_steps > 0
+            assert "self" in answer.speculation.by_source
+    if draft != "off":
+        assert sum(answer.speculation.drafted for answer in found.values()) > 0
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cocktail import attention, batch_decode
+from cocktail import attention, batch_decode, batch_draft
 from cocktail.batch_cache import BatchCache
 from cocktail.batch_decode import BatchDecoder, BatchMember
 from cocktail.batch_draft import BatchDraft
@@ -50,7 +50,7 @@ class Drafting:
             def view() -> DraftView:
                 return DraftView(model, substitutes)
 
-        self.draft = BatchDraft(model, Calibration(), RowTimes(1.0, 0.1), view, always=True)
+        self.draft = BatchDraft(model, Calibration(), RowTimes(1.0, 0.1), 64, view, always=True)
 
     def together(
         self, width: int = QUESTIONS, sampler: Sampler = SAMPLER, each: Sequence[dict[str, Any]] = (), **options: Any
@@ -235,7 +235,7 @@ def measured(**seconds: float) -> RowTimes:
 
 def test_rows_go_where_they_are_worth_most() -> None:
     model: Any = None
-    draft = BatchDraft(model, Calibration(), measured(r4=1.0, r8=1.4), clock=Clock())
+    draft = BatchDraft(model, Calibration(), measured(r4=1.0, r8=1.4), 64, clock=Clock())
     trees = chains(draft, LONG, (), SHORT, ())
     assert [tree.tokens[:3] for tree in trees] == [[2, 10, 11], [2], [2], [2]]
     draft.verify = measured(r4=1.0, r8=1.0)
@@ -246,7 +246,7 @@ def test_rows_go_where_they_are_worth_most() -> None:
 
 def test_nothing_is_drafted_where_rows_cost_more_than_they_bring_or_a_pass_is_not_known() -> None:
     model: Any = None
-    draft = BatchDraft(model, Calibration(), measured(r4=1.0, r8=2.5), clock=Clock())
+    draft = BatchDraft(model, Calibration(), measured(r4=1.0, r8=2.5), 64, clock=Clock())
     assert [len(tree) for tree in chains(draft, LONG, LONG, LONG, LONG)] == [1, 1, 1, 1]
     draft.verify = RowTimes(1.0, 0.0)
     assert [len(tree) for tree in chains(draft, LONG, LONG)] == [1, 1]
@@ -257,7 +257,7 @@ def test_nothing_is_drafted_where_rows_cost_more_than_they_bring_or_a_pass_is_no
 
 def test_what_was_refused_is_drafted_less() -> None:
     model: Any = None
-    draft = BatchDraft(model, Calibration(), measured(r1=1.0, r2=1.3), clock=Clock())
+    draft = BatchDraft(model, Calibration(), measured(r1=1.0, r2=1.3), 64, clock=Clock())
     [tree] = chains(draft, LONG, depth=1)
     assert len(tree) == 2
     for _ in range(8):
@@ -266,3 +266,68 @@ def test_what_was_refused_is_drafted_less() -> None:
     for _ in range(40):
         draft.learn(tree, 1)
     assert [len(tree) for tree in chains(draft, LONG, depth=1)] == [2]
+
+
+@pytest.fixture
+def drafting(batch: Batch) -> Drafting:
+    """With substitutes, and a clock that only what is told moves."""
+    drafting = Drafting(batch, 4)
+    drafting.draft = replace(drafting.draft, always=False, clock=Clock(), verify=measured(r4=1.0, r64=1.1))
+    return drafting
+
+
+def begun(drafting: Drafting, known: Sequence[int] = ()) -> tuple[BatchDraft, list[BatchMember], BatchCache]:
+    """Four questions that have a first token; 2 if they know something, which it ends."""
+    members = []
+    for index in range(4):
+        member, logits = drafting.batch.member(index)
+        member.draw(logits)
+        if known:
+            member.token_id, member.ngram = 2, NgramDraft(NgramIndex(known), drafting.draft.calibration)
+        members.append(member)
+    return drafting.draft, members, BatchCache([member.cache for member in members])
+
+
+def test_a_self_draft_steps_as_long_as_it_pays(drafting: Drafting) -> None:
+    draft, members, batch = begun(drafting)
+    draft._times = RowTimes(0.01, 0.0)
+    trees, _ = draft.chains(members, batch)
+    assert draft.steps > 1
+    assert max(len(tree) for tree in trees) > 2
+    # A step takes as long as four passes.
+    draft.steps, draft._times = 0, RowTimes(4.0, 0.0)
+    trees, _ = draft.chains(members, batch)
+    assert [len(tree) for tree in trees] == [1, 1, 1, 1]
+    assert draft.steps == 0
+
+
+def test_n_grams_are_left_to_questions_that_the_self_draft_does_not_step_for(drafting: Drafting) -> None:
+    draft, members, batch = begun(drafting, LONG)
+    draft._times = RowTimes(4.0, 0.0)
+    trees, _ = draft.chains(members, batch)
+    assert [tree.tokens[:2] for tree in trees] == [[2, 10]] * 4
+    assert draft.steps == 0
+
+
+def test_the_worthiest_questions_are_drafted_for_where_not_all_can_be(drafting: Drafting) -> None:
+    draft, members, batch = begun(drafting)
+    draft.drafted, draft.always = 3, True
+    trees, _ = draft.chains(members, batch)
+    assert sum(len(tree) - 1 for tree in trees) == 3
+    assert draft.steps == 1
+
+
+def test_a_draft_that_gives_no_numbers_ends_its_chains(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, members, batch = begun(drafting)
+    forward = attention.forward_logits
+
+    def broken(*args: Any, **options: Any) -> torch.Tensor:
+        logits = forward(*args, **options).clone()
+        logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(batch_draft, "forward_logits", broken)
+    draft.always, draft.drafted = True, 8
+    trees, _ = draft.chains(members, batch)
+    assert len(trees[1]) == 1
+    assert min(len(tree) for tree in (trees[0], trees[2])) > 1

@@ -46,6 +46,20 @@ def test_every_row_is_what_it_is_alone(share: int, head_dim: int, dtype: torch.d
             assert torch.equal(output[:, row : row + 1], alone)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_context_may_have_several_rows_or_none(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr("cocktail.kernels.batch_attention.cpu_kernels", lambda: False)
+    held = contexts(16, torch.float32)
+    owners, stops = [0, 0, 0, 2, 4, 4], [3, 4, 5, 9, 1, 2]
+    query = gentle_query(6, len(owners), held[0].tail_key, torch.Generator().manual_seed(1))
+    output = batch_attention(query, held, owners, stops, 0.1)
+    for row, (owner, stop) in enumerate(zip(owners, stops, strict=True)):
+        tail = held[owner].tail_key[:, :stop], held[owner].tail_value[:, :stop]
+        alone = mixed_attention(query[:, row : row + 1].contiguous(), held[owner].table, *tail, None, 0.1)
+        assert torch.equal(output[:, row : row + 1], alone)
+
+
 def test_queries_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = contexts(16, torch.float32)
     query = torch.randn(len(rows), 4, 16).transpose(0, 1)
