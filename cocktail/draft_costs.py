@@ -38,7 +38,8 @@ class RowTimes:
 
     def __init__(self, first: float, slope: float) -> None:
         self._first, self._slope = first, slope
-        self._seconds: dict[int, float] = {}
+        # By the sizes that are told apart: rows and seconds of their passes, on an average.
+        self._found: dict[int, tuple[float, float]] = {}
         self._again: set[int] = set()
         self.least_several = 0.0
         self.is_guessed = False
@@ -46,14 +47,16 @@ class RowTimes:
     def add(self, rows: int, seconds: float) -> None:
         """Takes a measurement in. The first of so many rows may hold what happens once, and counts for little."""
         bucket = _bucket(rows)
-        held = self._seconds.get(bucket)
-        if held is None:
-            self._seconds[bucket] = seconds
-        elif bucket not in self._again:
+        if bucket not in self._found:
+            self._found[bucket] = rows, seconds
+            return
+        held_rows, held = self._found[bucket]
+        if bucket not in self._again:
             self._again.add(bucket)
-            self._seconds[bucket] = min(held, seconds)
+            self._found[bucket] = (rows, seconds) if seconds < held else (held_rows, held)
         else:
-            self._seconds[bucket] = held + _NEW * (min(seconds, _OUTLIER * held) - held)
+            seconds = held + _NEW * (min(seconds, _OUTLIER * held) - held)
+            self._found[bucket] = held_rows + _NEW * (rows - held_rows), seconds
 
     def guess(self, seconds: float) -> None:
         """Takes a better guess of what a pass of one row needs."""
@@ -61,37 +64,38 @@ class RowTimes:
 
     @property
     def known(self) -> bool:
-        return bool(self._seconds)
+        return bool(self._found)
 
     @property
     def most_known(self) -> int:
         """The most rows that were measured, to the next size that is told apart."""
-        return max(self._seconds, default=1)
+        return max(self._found, default=1)
 
     def __call__(self, rows: int) -> float:
         """Seconds of a pass; never fewer for more rows."""
-        sizes = sorted(self._seconds)
-        below, above = [size for size in sizes if size <= rows], [size for size in sizes if size > rows]
+        points = sorted(self._found.values())
+        below, above = [point for point in points if point[0] <= rows], [point for point in points if point[0] > rows]
         # More rows are the most that fewer can take.
-        most = min((self._seconds[size] for size in above), default=math.inf)
+        most = min((seconds for _, seconds in above), default=math.inf)
         if not below and rows == 1:
             return min(self._first, most)
-        if below and (rows == 1 or below[-1] > 1):
-            start, base = below[-1], max(self._seconds[size] for size in below)
+        if below and (rows == 1 or below[-1][0] > 1):
+            start, base = below[-1][0], max(seconds for _, seconds in below)
         else:
             start, base = 2, max(self(1), min(max(self(1) * (1 + self._slope), self.least_several), most))
         if not above:
-            slope, several = self._slope, [size for size in below if size > 1]
+            slope, several = self._slope, [point for point in below if point[0] > 1]
             if len(several) > 1:
                 # What the step from one row to several takes is not taken again.
-                before = self._seconds[several[-2]]
-                slope = max(0.0, base - before) / (start - several[-2]) / base
+                size, seconds = several[-2]
+                slope = max(0.0, base - seconds) / (start - size) / base
             elif len(below) > 1:
                 # Rows that added less by now are a reason to try more of them.
-                slope = min(slope, (base / self._seconds[below[0]] - 1) / (start - below[0]))
+                size, seconds = below[0]
+                slope = min(slope, (base / seconds - 1) / (start - size))
             return base * (1 + slope * (rows - start))
-        rise = max(0.0, self._seconds[above[0]] - base)
-        return base + rise * (rows - start) / (above[0] - start)
+        rise = max(0.0, above[0][1] - base)
+        return base + rise * (rows - start) / (above[0][0] - start)
 
 
 def _bucket(rows: int) -> int:

@@ -139,7 +139,7 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
         quantize_pack(key, value, torch.arange(2), bits, bits, value_group_size(head_dim))
         for bits in (2, 4, UNQUANTIZED)
     ]
-    for rows in (1, 2, MANY_ROWS[dtype]):
+    for rows in (1, 2, MANY_ROWS.get(dtype, 2)):
         query = key.new_zeros((group, rows, head_dim))
         mixed_attention(query, segments, key[0, :1], value[0, :1], None, 1.0)
     context = RowContext(SegmentTable(segments), key[0, :1], value[0, :1])

@@ -34,10 +34,11 @@ from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
 # Tokens that are dequantized at a time, and those of a tile that stays in the nearest cache.
 STRETCH, TILE = 8192, 64
-# Query rows of a KV head from which this is faster; without tiles for matrices it takes twice as long at 1,500 rows,
-# and is for the memory's sake.
-HAS_MATRICES = bool(CPU_FEATURES.get("amx-bf16"))
-MANY_ROWS = {torch.bfloat16: 24, torch.float16: 36, torch.float32: 48} if HAS_MATRICES else dict.fromkeys(KINDS, 512)
+# Query rows of a KV head from which this is faster; on a processor without tiles for matrices it never is: it takes
+# twice as long at 1,500 rows.
+MANY_ROWS: dict[torch.dtype, int] = {}
+if CPU_FEATURES.get("amx-bf16"):
+    MANY_ROWS = {torch.bfloat16: 24, torch.float16: 36, torch.float32: 48}
 
 # Parameters of a call, in int64: addresses, and numbers of elements.
 KIND, HEADS, TABLE, RANGES, ITEM_ENDS, STARTS, FIRST_ITEM, KEY, VALUE = range(9)

@@ -9,6 +9,7 @@ log-sum-exp; accumulation is float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -75,9 +76,15 @@ def mixed_attention(
         return mixed_attention_triton(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
     if query.device.type == "cpu" and cpu_kernels():
         from cocktail.kernels.many_rows_cpu import MANY_ROWS, many_rows_cpu
-        from cocktail.kernels.mixed_attention_cpu import mixed_attention_cpu
+        from cocktail.kernels.mixed_attention_cpu import MOST_ROWS, mixed_attention_cpu
 
-        if num_heads // num_kv_heads * rows >= MANY_ROWS[query.dtype]:
+        group = num_heads // num_kv_heads
+        if group * rows >= MANY_ROWS.get(query.dtype, math.inf):
             return many_rows_cpu(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
-        return mixed_attention_cpu(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
+        step, outputs = max(1, MOST_ROWS // group), []
+        for first in range(0, rows, step):
+            some = slice(first, first + step)
+            mask = None if tail_mask is None else tail_mask[some]
+            outputs.append(mixed_attention_cpu(query[:, some], table, tail_key, tail_value, mask, scaling, tail_len))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return mixed_attention_ref(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)

@@ -48,6 +48,8 @@ from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 
 # Tokens of a work item.
 ITEM_TOKENS = 512
+# Query rows of a KV head at a time: partial results of more would take much memory.
+MOST_ROWS = 512
 # Query rows whose accumulators fit into registers at a time, tokens that they meet between two looks at the softmax.
 FEW, FEW_TILE = 4, 256
 # Channels of these that leave long registers room for what is multiplied.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cocktail.kernels.mixed_attention import mixed_attention
+from cocktail.kernels.mixed_attention_cpu import MOST_ROWS
 from cocktail.kernels.mixed_attention_ref import mixed_attention_ref
 from cocktail.kernels.quantize_pack import quantize_pack
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
@@ -51,14 +52,31 @@ def test_many_rows_attend_to_every_stretch(tokens: int, block_size: int, dtype: 
         assert_close_rms(actual, expected, TOLERANCE[dtype], "many rows")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_attention_of_so_many_rows_is_this(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_so_many_rows_is_this(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    monkeypatch.setattr(many_rows_cpu, "MANY_ROWS", {torch.float32: 9})
     monkeypatch.setattr(many_rows_cpu, "many_rows_cpu", lambda query, *_: asked.append(query.shape[1]))
-    tail = torch.zeros((1, 2, 16), dtype=dtype)
-    for rows in (many_rows_cpu.MANY_ROWS[dtype], many_rows_cpu.MANY_ROWS[dtype] - 1):
-        mixed_attention(torch.zeros((1, rows, 16), dtype=dtype), [], tail, tail, None, 0.25)
-    assert asked == [many_rows_cpu.MANY_ROWS[dtype]]
+    tail = torch.zeros((1, 2, 16))
+    for rows in (9, 8):
+        mixed_attention(torch.zeros((1, rows, 16)), [], tail, tail, None, 0.25)
+    assert asked == [9]
+
+
+def test_more_rows_than_fit_at_a_time_are_as_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_rows_cpu, "MANY_ROWS", {})
+    table, key = segments(200, 20, 16, torch.float32)
+    rows = MOST_ROWS // SHARE + 3
+    query = gentle_query(KV_HEADS * SHARE, rows, key, torch.Generator().manual_seed(1))
+    tail_key, tail_value = (torch.randn((KV_HEADS, rows, 16)) for _ in range(2))
+    mask = torch.ones((rows, rows), dtype=torch.bool).tril()
+    output = mixed_attention(query, table, tail_key, tail_value, mask, 0.25)
+    for some in (slice(0, 4), slice(rows - 5, rows)):
+        alone = mixed_attention(query[:, some], table, tail_key, tail_value, mask[some], 0.25)
+        assert_close_rms(output[:, some], alone, 1e-5, "rows")
+    output = mixed_attention(query, table, tail_key, tail_value, None, 0.25)
+    assert_close_rms(
+        output[:, -1:], mixed_attention(query[:, -1:], table, tail_key, tail_value, None, 0.25), 1e-5, "row"
+    )
 
 
 def test_tokens_of_all_stretches_are_dequantized_once_and_in_order() -> None:
