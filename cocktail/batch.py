@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -114,6 +116,8 @@ class BatchWorker:
             failed: list[tuple[BatchQuestion, Result]] = []
             asked = waiting[:1] if alone else list(waiting)
             try:
+                if data is None:
+                    check_document(group.source.document)
                 with closing(self._run(group.source, asked, data)) as answers:
                     for index, answer in answers:
                         question = asked[index]
@@ -162,6 +166,18 @@ class BatchWorker:
 
     def _has_own_model(self, source: BatchSource) -> bool:
         return _form(source.config) != _form(self._config)
+
+
+def check_document(path: str) -> None:
+    """Returns if nothing has to be waited for to read a document, or there is none.
+
+    Raises:
+        DocumentError: It is a pipe or the like.
+    """
+    with suppress(OSError, ValueError):
+        mode = os.stat(path).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            raise DocumentError(f"{path} is a pipe, not a file.", "Write the document to a file first.")
 
 
 def answer_result(question: BatchQuestion, answer: Answer) -> Result:

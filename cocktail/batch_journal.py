@@ -32,6 +32,11 @@ def journal_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.partial")
 
 
+def lock_path(output: Path) -> Path:
+    """Where the lock of an output file is."""
+    return output.with_name(f".{output.name}.lock")
+
+
 @contextmanager
 def open_journal(output: Path, *, afresh: bool = False) -> Iterator[BatchJournal]:
     """The journal of an output file; inside, no other run writes either of them.
@@ -43,7 +48,9 @@ def open_journal(output: Path, *, afresh: bool = False) -> Iterator[BatchJournal
         UsageError: Another run is at it, or one of the files is not what it should be.
         CocktailError: They cannot be read.
     """
-    path = output.with_name(f".{output.name}.lock")
+    path = lock_path(output)
+    if path.exists() and path.stat().st_size:
+        raise UsageError(f"{path} is no lock of a batch.", "Move it away, or choose another file with -o.")
     lock = filelock.FileLock(path)
     with _named(path, "made"):
         try:
@@ -71,6 +78,8 @@ class BatchJournal:
     def __init__(self, output: Path, afresh: bool) -> None:
         self.output, self.path = output, journal_path(output)
         self._file: BinaryIO | None = None
+        # Whether a result was written by this run.
+        self.has_begun = False
         held = _whole_lines(_content(self.path))
         self._header, lines = held[:1], held[1:]
         if self._header not in ([], [_GOES_ON], [_AFRESH]):
@@ -113,7 +122,9 @@ class BatchJournal:
             )
 
     def begin(self) -> None:
-        """Makes the journal ready for results, so that what keeps it from being written shows early.
+        """Opens the journal for results, so that what keeps it from being written shows early.
+
+        What it holds of other runs stays until the first result is there.
 
         Raises:
             CocktailError: It cannot be written.
@@ -121,10 +132,6 @@ class BatchJournal:
         with _named(self.path, "written"):
             mode = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
             self._file = os.fdopen(os.open(self.path, mode, 0o600), "wb", buffering=0)
-            self._file.truncate(self._size)
-            self._file.seek(self._size)
-            if not self._size:
-                self._write(_AFRESH if self._ignores_output else _GOES_ON)
 
     def append(self, result: Mapping[str, Any]) -> None:
         """Keeps a result; it is on the disk when this returns.
@@ -134,7 +141,18 @@ class BatchJournal:
         """
         self.results[result["job"]] = dict(result)
         with _named(self.path, "written"):
+            if not self.has_begun:
+                self._start()
             self._write(json.dumps(result, allow_nan=False).encode() + b"\n")
+
+    def _start(self) -> None:
+        """Removes what does not count, or a torn end, and writes the header if there is none."""
+        assert self._file is not None
+        self._file.truncate(self._size)
+        self._file.seek(self._size)
+        if not self._size:
+            self._write(_AFRESH if self._ignores_output else _GOES_ON)
+        self.has_begun = True
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None
@@ -153,7 +171,7 @@ class BatchJournal:
         """Leaves the journal for the next run, if it holds a result. May be called again."""
         if self._file is None:
             return
-        is_empty = self._file.tell() <= len(_AFRESH)
+        is_empty = not os.fstat(self._file.fileno()).st_size
         self._file.close()
         self._file = None
         if is_empty:

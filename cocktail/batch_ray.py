@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cocktail.batch import BatchGroup, OnFailure, Result, by_document, failed_results
+from cocktail.batch import BatchGroup, OnFailure, Result, by_document, check_document, failed_results
 from cocktail.batch_file import BatchQuestion
 from cocktail.config import Config
 from cocktail.document import document_bytes
@@ -87,6 +87,7 @@ class RayWorkers:
                 while waiting and place.is_idle:
                     document = waiting.popleft()
                     try:
+                        check_document(document[0].source.document)
                         place.take(document, ray.put(document_bytes(document[0].source.document)))
                     except DocumentError as error:
                         for group in document:

@@ -34,7 +34,9 @@ def ray_cluster(*, hides_command: bool) -> Iterator[bool]:
         UsageError: RAY_ADDRESS cannot be used.
         CocktailError: Ray cannot be started or reached.
     """
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    # Ray's own word for a cluster that this process starts.
+    address = "" if address == "local" else address
     with ExitStack() as stack:
         if address:
             _check_address(address)
@@ -54,8 +56,11 @@ def ray_cluster(*, hides_command: bool) -> Iterator[bool]:
         except Exception as error:
             # A library that is interrupted may raise anything.
             check_interrupt()
-            what = f"The Ray cluster at {address} cannot be used" if address else "Ray cannot be started"
-            raise CocktailError(f"{what}: {first_line(error)}") from error
+            what, hint = "Ray cannot be started", None
+            if address:
+                what = f"The Ray cluster that RAY_ADDRESS names ({address}) cannot be used"
+                hint = "Start the cluster, or unset RAY_ADDRESS for one on this machine."
+            raise CocktailError(f"{what}: {first_line(error)}", hint) from error
         yield not address
 
 
@@ -86,10 +91,14 @@ def _check_address(address: str) -> None:
             "Run the command on a machine of the cluster, with the address HOST:PORT of its head, or auto.",
         )
     host, _, port = address.rpartition(":")
-    if host and port.isdigit():
+    if address != "auto" and not (host and port.isdigit() and 0 < int(port) < 65536):
+        raise UsageError(
+            f"RAY_ADDRESS is {address}, which is no address.", "Give HOST:PORT of the cluster's head, or auto."
+        )
+    if host:
         try:
             socket.create_connection((host, int(port)), _REACH_SECONDS).close()
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise CocktailError(
                 f"RAY_ADDRESS is {address}, where no cluster answers: {first_line(error)}",
                 "Start the cluster, or unset RAY_ADDRESS for one on this machine.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,11 +102,14 @@ def bench_e2e(request: Request, benchmark: E2eBenchmark, config: Config, reporte
 
 
 def _text_of(reading: Reading, tokens: int) -> str:
-    """The document's text, repeated or cut to about so many tokens."""
+    """The document's text, repeated or cut to about so many tokens.
+
+    It begins with a line that no other does, so that nothing in the store shares its beginning.
+    """
     text, whole = reading.document.text, reading.tokenized
     times, rest = divmod(tokens, max(1, len(whole.token_ids) + reading.truncated_tokens))
     share = rest / max(1, len(whole.token_ids) + reading.truncated_tokens)
-    return "\n\n".join([*[text] * times, text[: int(len(text) * share)]]).strip()
+    return "\n\n".join([f"Benchmark {secrets.token_hex(4)}", *[text] * times, text[: int(len(text) * share)]]).strip()
 
 
 @dataclass

@@ -135,10 +135,11 @@ def batch(
     items = read_batch(read_input(jobs, jobs, "the batch", "batch", _MAX_JOBS_BYTES), ctx.params)
     if not items:
         raise UsageError(f"{jobs} holds no line.", 'For example: {"document": "a.pdf", "question": "Who wrote it?"}')
-    from cocktail.batch_journal import journal_path, open_journal
+    from cocktail.batch_journal import journal_path, lock_path, open_journal
     from cocktail.cli.render import Display, TerminalReporter
 
-    for written in (target, Output(str(journal_path(target.path)))):
+    for path in (target.path, journal_path(target.path), lock_path(target.path)):
+        written = Output(str(path))
         written.keep_apart("JOBS", jobs)
         for document in dict.fromkeys(item.document for item in items):
             written.keep_apart(f"the document {document}", document)
@@ -152,7 +153,9 @@ def batch(
             with signals.ignored():
                 reporter.close()
                 done = f"{_count(items, journal):,} of {_questions(len(items))} are done"
-                again = "the same command without --overwrite" if overwrite else "the same command"
+                again = "the same command"
+                if overwrite and journal.has_begun:
+                    again += " without --overwrite"
                 reporter.warn(f"interrupted; {done}, and {again} goes on from there.")
             raise typer.Exit(signals.exit_code()) from None
         finally:
@@ -207,10 +210,10 @@ def _run(
         return
     from cocktail.batch import group_questions
 
-    journal.begin()
     began, before = time.perf_counter(), _count(items, journal)
     groups = group_questions(pending)
     with closing(_worker(config, _Once(reporter), sys.stderr.write if debug else None)) as worker:
+        journal.begin()
         worker.check(groups)
         with reporter.stage("batch", total=len(items), unit="questions") as advance:
             advance(before)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cocktail.answer import Answer
+from cocktail.answer import Answer, error_json
 from cocktail.cli import options, signals
 from cocktail.cli.ask import STDIN, check_words, show
 from cocktail.cli.chat_input import Lines, open_lines
-from cocktail.cli.output import Output, one_line
+from cocktail.cli.output import Output, json_line, one_line
 from cocktail.errors import CocktailError, UsageError
 from cocktail.interrupts import forget_interrupts
 from cocktail.settings import as_utf8, resolve
@@ -151,6 +151,9 @@ class _Talk:
             except UsageError as error:
                 self.reporter.close()
                 self.reporter.error(error.message, error.hint)
+                if self.json and not text.startswith("/"):
+                    failed = {**error_json(error.code, error.message, error.hint), "question": text}
+                    self.target.write(json_line(failed) + "\n")
                 code = 0 if self.lines.typed else error.exit_code
             except KeyboardInterrupt:
                 self.reporter.close()
@@ -218,6 +221,8 @@ class _Talk:
         if not path or not self.told:
             raise UsageError("/save needs the name of a file." if not path else "/save: there is no answer yet.")
         name = os.path.abspath(os.path.expanduser(path))
+        if self.target.path is not None and os.path.abspath(self.target.path) == name:
+            raise UsageError(f"/save: {one_line(path)} is the chat's --output.", "Choose another name.")
         if os.path.exists(name) and name not in self.saved:
             raise UsageError(f"/save: {one_line(path)} exists.", "Choose another name.")
         target = Output(name)
@@ -225,7 +230,7 @@ class _Talk:
         try:
             target.commit()
         except CocktailError as error:
-            raise UsageError(error.message, error.hint) from error
+            raise UsageError(error.message.replace("--output", "/save", 1), error.hint) from error
         self.saved.add(name)
         answers = "1 answer" if len(self.told) == 1 else f"{len(self.told)} answers"
         self.reporter.note(f"{answers} written to {one_line(path)}.")

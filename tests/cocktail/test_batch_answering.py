@@ -168,13 +168,15 @@ def test_a_pass_over_streamed_weights_serves_all_questions(
 ) -> None:
     # Whether or not it pays: that depends on the machine.
     monkeypatch.setattr(drafting, "BatchDraft", partial(BatchDraft, always=True))
-    config = replace(config, model=str(target_folder), draft=draft, cache=False)
+    config = replace(config, model=str(target_folder), draft=draft, draft_max=8, cache=False)
     # Three tails, and by far not all layers.
-    budget = int(2.8 * least_budget(document, config, *QUESTIONS))
+    budget = int(2.5 * least_budget(document, config, *QUESTIONS))
     found = together(document, replace(config, vram_bytes=budget))
     expected = alone(document, config)
     assert {index: own(answer) for index, answer in found.items()} == dict(enumerate(map(own, expected)))
-    assert [job.width for job in jobs] == [3]
+    # How many depends on the device's speed as well.
+    [job] = jobs
+    assert 1 < job.width <= 3
     for answer in found.values():
         plan = answer.plan
         assert plan.offloaded_layers > 0
