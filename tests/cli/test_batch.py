@@ -306,6 +306,26 @@ def test_overwriting_that_is_interrupted_keeps_the_old_answers_and_goes_on(cockt
     assert answers() == [(1, "Another one."), (2, "Another two.")]
 
 
+@pytest.mark.parametrize(("flags", "code"), [(("-m", "missing"), 7), ((), 130)])
+def test_overwriting_that_does_not_begin_keeps_what_another_run_left(
+    cocktail: Run, engine: ModuleType, flags: tuple[str, ...], code: int
+) -> None:
+    """The journal of an interrupted run is replaced by the first result, not before."""
+    jobs(line("one"), line("two", "b.txt"))
+    engine.ERRORS["two"] = KeyboardInterrupt
+    assert cocktail("batch", "jobs.jsonl", "-o", "out.jsonl").code == 130
+    held = JOURNAL.read_bytes()
+    engine.ERRORS["one"] = KeyboardInterrupt
+    result = cocktail("batch", "jobs.jsonl", "-o", "out.jsonl", "--overwrite", *flags)
+    assert (result.code, JOURNAL.read_bytes()) == (code, held)
+    if not flags:
+        assert "0 of 2 questions are done, and the same command goes on" in result.err
+    del engine.ERRORS["one"], engine.ERRORS["two"]
+    engine.PIECES["one"] = ["Another one."]
+    assert cocktail("batch", "jobs.jsonl", "-o", "out.jsonl").code == 0
+    assert answers() == [(1, "Answer to one."), (2, "Answer to two.")]
+
+
 def test_a_retry_that_is_interrupted_loses_nothing(cocktail: Run, engine: ModuleType) -> None:
     jobs(line("one"), line("document", "b.txt"), line("no_text", "c.txt"))
     cocktail("batch", "jobs.jsonl", "-o", "out.jsonl")
@@ -324,6 +344,18 @@ def test_a_second_run_on_the_same_output_is_refused(cocktail: Run, engine: Modul
     assert (result.code, engine.SEEN) == (2, [])
     assert "Another run is writing out.jsonl." in result.err
     assert cocktail("batch", "jobs.jsonl", "-o", "out.jsonl").code == 0
+
+
+def test_a_file_that_is_named_as_the_lock_is_kept(cocktail: Run, engine: ModuleType) -> None:
+    lock = Path(".out.jsonl.lock")
+    lock.write_text("text")
+    jobs(line("one"))
+    result = cocktail("batch", "jobs.jsonl", "-o", "out.jsonl")
+    assert (result.code, engine.SEEN) == (2, [])
+    assert "is no lock of a batch" in result.err
+    jobs(line("one", str(lock)))
+    assert cocktail("batch", "jobs.jsonl", "-o", "out.jsonl").code == 2
+    assert lock.read_text() == "text"
 
 
 def test_what_is_read_is_not_replaced(cocktail: Run, engine: ModuleType) -> None:

@@ -72,6 +72,14 @@ def test_a_question_that_cannot_be_asked_is_reported_and_passed_over(chat: Calla
     assert "error: The question takes 9,000 tokens.\nhint: Shorten it.\n" in result.err
 
 
+def test_in_json_a_question_that_cannot_be_asked_is_an_object_too(chat: Callable[..., Result]) -> None:
+    result = chat("too long\n/none\none?\n", "--json")
+    failed, answered = map(json.loads, result.out.splitlines())
+    assert (result.code, failed["ok"], failed["question"]) == (2, False, "too long")
+    assert failed["error"]["message"] == "The question takes 9,000 tokens."
+    assert answered["ok"]
+
+
 @pytest.mark.parametrize(("question", "code"), [("budget", 6), ("model", 7), ("crash", 1), ("early", 130)])
 def test_an_error_that_would_come_back_ends_the_chat(chat: Callable[..., Result], question: str, code: int) -> None:
     result = chat(f"{question}\none?\n")
@@ -128,6 +136,13 @@ def test_save_writes_what_was_said_and_may_be_repeated(chat: Callable[..., Resul
     assert text.startswith("# doc.txt\n\n## one?\n\nAnswer to one?.\n\n- p. ii: the quoted [red]words[/red]")
     assert "\n## two?\n\nAnswer to two?.\n" in text
     assert "\x1b" not in text
+
+
+def test_save_does_not_write_what_the_answers_go_to(chat: Callable[..., Result]) -> None:
+    result = chat("one?\n/save ./answers.txt\n", "-o", "answers.txt")
+    assert result.code == 2
+    assert "is the chat's --output" in result.err
+    assert Path("answers.txt").read_text() == "Answer to one?.\n"
 
 
 def test_answers_go_to_a_file_where_one_is_named(chat: Callable[..., Result]) -> None:

@@ -499,3 +499,15 @@ def test_two_hundred_lines_killed_twenty_times_end_with_two_hundred_right_answer
     right = own_results(output)
     assert [result["id"] for result in found if not result["ok"]] == ["n70", "n150"]
     assert [result for result in found if result["ok"]] == [r for r in right if r["id"] not in ("n70", "n150")]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_as_a_document_fails_its_questions_and_is_not_waited_for(
+    documents: list[Path], config: Config, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    asked = [question(pipe, WHO, config), question(documents[0], WHO, config)]
+    found = run(asked, config)
+    assert found[asked[0].id]["error"]["message"] == f"{pipe} is a pipe, not a file."
+    assert found[asked[1].id]["ok"]

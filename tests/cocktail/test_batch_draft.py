@@ -92,7 +92,7 @@ def partly_wrong(answers: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("width", [1, 2, QUESTIONS])
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("right", [True, False])
 def test_n_grams_change_no_token(batch: Batch, width: int, sampler: Sampler, right: bool) -> None:
     alone = ids([batch.alone(index, sampler) for index in range(QUESTIONS)])

@@ -213,7 +213,13 @@ def test_a_model_that_is_missing_ends_the_batch(documents: list[Path], config: C
 
 
 @pytest.mark.parametrize(
-    ("address", "words"), [("ray://127.0.0.1:1", "a Ray client's"), ("127.0.0.1:1", "no cluster answers"), ("x", "x")]
+    ("address", "words"),
+    [
+        ("ray://127.0.0.1:1", "a Ray client's"),
+        ("127.0.0.1:1", "no cluster answers"),
+        ("x", "x, which is no address"),
+        ("127.0.0.1:99999", "which is no address"),
+    ],
 )
 def test_an_address_that_leads_nowhere_is_told_at_once(
     config: Config, monkeypatch: pytest.MonkeyPatch, address: str, words: str
