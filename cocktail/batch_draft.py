@@ -28,6 +28,8 @@ from cocktail.sampling import Sampler
 # The chance that a self-draft's token is right, before any was verified; for how many tokens that guess stands; and how
 # much older ones count at each pass.
 _PRIOR_CHANCE, _PRIOR_TOKENS, _KEPT = 0.8, 16, 0.9
+# Tokens a second that a draft must promise of plain decoding's: the best of many guesses is often one that is too good.
+_LEAST_GAIN = 1.05
 
 
 class Drafted(Protocol):
@@ -113,7 +115,11 @@ class BatchDraft:
     def _worthwhile(self, trees: Sequence[DraftTree], spent: float) -> list[DraftTree]:
         """The beginnings of the chains that promise most tokens a second together."""
         nodes = _nodes(trees)[: self.drafted]
-        size = 1 + len(nodes) if self.always else best_size(*self._rated(trees, spent))[0]
+        size, rate = best_size(*self._rated(trees, spent))
+        if self.always:
+            size = 1 + len(nodes)
+        elif rate < _LEAST_GAIN * len(trees) / (spent + self.verify(len(trees))):
+            size = 1
         kept: list[list[int]] = [[] for _ in trees]
         for _, number, index in nodes[: size - 1]:
             kept[number].append(index)
