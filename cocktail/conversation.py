@@ -253,7 +253,7 @@ class Conversation:
         plan = within(wanted, scores, fits)
         if plan is not wanted:
             lowered = len(wanted.unquantized) - len(plan.unquantized)
-            self._recorder.note(f"{lowered} chunks have 4 bits, not 16: there is no room for more of them")
+            self._recorder.note(f"there is no room for all wanted chunks at 16 bits: {lowered} at 4 bits instead")
         return plan
 
     def _suffix(self, prompt: Prompt, question: str, scores: np.ndarray) -> list[int]:

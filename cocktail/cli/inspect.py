@@ -13,7 +13,7 @@ import typer
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options, signals
 from cocktail.cli.ask import STDIN, check_words, collect_questions, read_stdin
-from cocktail.cli.output import Output, aligned, json_line, one_line, use_color
+from cocktail.cli.output import Output, aligned, counted, json_line, one_line, use_color
 from cocktail.settings import as_utf8, resolve
 
 if TYPE_CHECKING:
@@ -157,7 +157,8 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     rows = [(str(page.number), page.label, f"{len(page.text):,}", f"{page.quality:.2f}") for page in document.pages]
     tail = len(tokenized.token_ids) - tokenized.remainder_start
     lines = [
-        f"{one_line(document.path)}: {document.format}, {document.page_count} pages, {len(document.text):,} characters",
+        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, 'page')}, "
+        f"{len(document.text):,} characters",
         f"{len(tokenized.token_ids):,} tokens: {len(tokenized.chunks):,} chunks of {tokenized.chunk_size}"
         + (f" and {tail} more" if tail else ""),
         "",

@@ -48,6 +48,11 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()), terminal=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and a noun, which is plural but for one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def json_line(body: dict[str, Any]) -> str:
     """Returns `body` as one line of JSON in which every control character is escaped."""
     line = json.dumps(body, ensure_ascii=False, allow_nan=False)

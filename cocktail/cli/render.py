@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cocktail.answer import Answer, CacheStats, Citation, SpeculationStats
-from cocktail.cli.output import Output, is_terminal, one_line, printable, use_color
+from cocktail.cli.output import Output, counted, is_terminal, one_line, printable, use_color
 from cocktail.interrupts import check_interrupt
 from cocktail.offload.budget import format_bytes
 
@@ -319,7 +319,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
     share = f", {kv.bytes / kv.fp16_bytes:.0%} of {format_bytes(kv.fp16_bytes)}" if kv.fp16_bytes else ""
     rows = [
         ("model", f"{answer.model.name} ({answer.model.dtype}, {answer.model.device})"),
-        ("document", f"{answer.document.pages} pages, {answer.document.tokens:,} tokens"),
+        ("document", f"{counted(answer.document.pages, 'page')}, {answer.document.tokens:,} tokens"),
         ("tokens", f"{usage.prompt_tokens:,} prompt, {usage.completion_tokens:,} answer"),
         ("left out", f"{usage.truncated_tokens:,} tokens"),
         ("kv policy", kv.policy),

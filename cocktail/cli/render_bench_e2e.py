@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from cocktail.cli.output import one_line
+from cocktail.cli.output import counted, one_line
 from cocktail.cli.render_columns import (
     Column,
     Record,
-    counted,
     csv_lines,
     fitted,
     markdown_rows,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from cocktail.cli.output import one_line
+from cocktail.cli.output import counted, one_line
 from cocktail.cli.render_columns import (
     Column,
     Record,
     byte_cell,
-    counted,
     csv_lines,
     fitted,
     markdown_rows,

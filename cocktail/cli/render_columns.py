@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cocktail.cli.output import aligned, one_line
+from cocktail.cli.output import aligned, counted, one_line
 from cocktail.offload.budget import format_bytes
 
 Record = dict[str, Any]
@@ -96,11 +96,6 @@ def _flat(record: Record, inner: Mapping[str, Sequence[str]]) -> Record:
         else:
             flat[name] = one_line(value) if isinstance(value, str) else value
     return flat
-
-
-def counted(count: int, noun: str) -> str:
-    """A number and a noun, which is plural but for one."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def setup_lines(result: Record, workload: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from cocktail.cli.output import is_terminal, one_line, use_color
+from cocktail.cli.output import counted, is_terminal, one_line, use_color
 from cocktail.cli.render import make_console
 from cocktail.offload.budget import format_bytes
 
@@ -70,7 +70,7 @@ def _heading(report: PlanReport) -> Iterator[str]:
     where = f"a CPU that stands in for a card (emulated): {target.name}" if report.emulated else target.name
     yield one_line(f"{model.name}, {model.dtype}, on {where}")
     left_out = f", {report.truncated_tokens:,} of them left out" if report.truncated_tokens else ""
-    pages = "" if document.pages is None else f", {document.pages} pages"
+    pages = "" if document.pages is None else f", {counted(document.pages, 'page')}"
     yield one_line(f"{document.path or 'a document'}: {document.tokens:,} tokens{pages}{left_out}")
     speed, origin = target.speed, "measured here" if target.is_measured else "its maker's figures"
     link = f"{format_bytes(round(speed.link_bytes))}/s link, " if target.on_card or report.emulated else ""

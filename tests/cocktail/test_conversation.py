@@ -325,7 +325,7 @@ def test_unquantized_chunks_that_were_not_planned_for_are_held_at_four_bits(docu
         second = talk.ask(QUESTIONS[2])
         assert second.kv.bytes <= talk._open.job.residency.kv_bytes  # type: ignore[union-attr]
     assert second.kv.chunks["fp16"] < sum(first.kv.chunks.values())
-    assert any("4 bits, not 16" in note for note in reporter.notes)
+    assert any("at 4 bits instead" in note for note in reporter.notes)
 
 
 def test_complaint_48_a_store_that_is_damaged_in_mid_chat_is_read_anew(document: Path, config: Config) -> None:
