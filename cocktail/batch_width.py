@@ -58,8 +58,8 @@ def _plan(job: Job, count: int, outlook: Outlook, speed: DeviceSpeed) -> Residen
     shared = shared_bytes(job.geometry, job.layout, job.plans, count, job.tail_capacity, job.itemsize)
     # While the first question is read it has a context of its own. Each one's logits are there at a time.
     logits = count * int(job.reading.hf_config.vocab_size) * job.itemsize
-    nbytes = max(held.kv_bytes, shared) + logits
+    caches = max(held.kv_bytes, shared)
     if held.streamed:
-        return outlook.plan_together(held, count, nbytes, speed)
-    estimate = replace(held.estimate, kv_cache=nbytes - logits, workspace=held.estimate.workspace + logits)
+        return outlook.plan_together(held, count, caches + logits, speed)
+    estimate = replace(held.estimate, kv_cache=caches, workspace=held.estimate.workspace + logits)
     return replace(held, estimate=estimate)

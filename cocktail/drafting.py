@@ -62,19 +62,18 @@ def make_speculator(
             shares_cache=False,
             vocab_size=min(loaded.model.config.vocab_size, loaded.draft_model.config.vocab_size),
         )
-    elif loaded.substitutes:
-        substitutes = loaded.substitutes
+    elif (view := _substituted(loaded)) is not None:
         draft = ModelDraft(
             DecodeStep(loaded.model, cache, None if offload is None else offload.why_no_draft_graph),
             sampler,
             calibration,
-            view=lambda: DraftView(loaded.model, substitutes),
+            view=view,
         )
     rejects = config.verify == "rejection" and draft is not None
     ngram = None
     # Rejection sampling knows what its draft drew from, and so takes no branches from elsewhere.
     if not rejects and (draft is not None or config.draft in ("auto", "ngram")):
-        ngram = NgramDraft(NgramIndex([*job.context_ids, *job.history_ids, *suffix_ids]), calibration)
+        ngram = _ngrams(job, suffix_ids, calibration)
     if draft is None and ngram is None:
         return None
     return Speculator(
@@ -96,17 +95,11 @@ def make_batch_draft(job: Job, loaded: LoadedModel, config: Config) -> BatchDraf
     """What drafts for questions that are decoded together, or None where nothing does."""
     if not job.drafted_tokens or config.draft == "off":
         return None
-    streamed, view = bool(job.residency.streamed), None
-    if loaded.substitutes:
-        substitutes = loaded.substitutes
-
-        def view() -> DraftView:
-            return DraftView(loaded.model, substitutes)
-
-    elif config.draft == "self":
+    view = _substituted(loaded)
+    if view is None and config.draft == "self":
         return None
     # A further row reads the same weights, and a context of its own.
-    verify = RowTimes(first=math.inf, slope=0.002 if streamed else 0.05)
+    verify = RowTimes(first=math.inf, slope=0.002 if job.residency.streamed else 0.05)
     return BatchDraft(loaded.model, Calibration(), verify, job.drafted_tokens, view)
 
 
@@ -114,7 +107,18 @@ def looked_up(job: Job, index: int, draft: BatchDraft | None) -> NgramDraft | No
     """What a question of several looks up n-grams in, or None if nothing drafts."""
     if draft is None:
         return None
-    return NgramDraft(NgramIndex([*job.context_ids, *job.reading.suffixes[index]]), draft.calibration)
+    return _ngrams(job, job.reading.suffixes[index], draft.calibration)
+
+
+def _ngrams(job: Job, suffix_ids: Sequence[int], calibration: Calibration) -> NgramDraft:
+    """Looks up what stands before a question's answer."""
+    return NgramDraft(NgramIndex([*job.context_ids, *job.history_ids, *suffix_ids]), calibration)
+
+
+def _substituted(loaded: LoadedModel) -> Callable[[], DraftView] | None:
+    """What swaps a self-draft's substitutes in while it is entered; None: there are none."""
+    substitutes = loaded.substitutes
+    return (lambda: DraftView(loaded.model, substitutes)) if substitutes else None
 
 
 def host_waits(stream: WeightStream | None, device: torch.device) -> Callable[[], float] | None:

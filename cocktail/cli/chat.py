@@ -225,12 +225,12 @@ class _Talk:
             raise UsageError(f"/save: {one_line(path)} is the chat's --output.", "Choose another name.")
         if os.path.exists(name) and name not in self.saved:
             raise UsageError(f"/save: {one_line(path)} exists.", "Choose another name.")
-        target = Output(name)
+        target = Output(name, "/save")
         target.write(transcript(self.told))
         try:
             target.commit()
         except CocktailError as error:
-            raise UsageError(error.message.replace("--output", "/save", 1), error.hint) from error
+            raise UsageError(error.message, error.hint) from error
         self.saved.add(name)
         answers = "1 answer" if len(self.told) == 1 else f"{len(self.told)} answers"
         self.reporter.note(f"{answers} written to {one_line(path)}.")

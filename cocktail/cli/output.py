@@ -73,18 +73,20 @@ class Output:
 
     Args:
         path: A file, or None or "-" for standard output.
+        option: Names it in messages.
 
     Raises:
         UsageError: The file's folder is missing or may not be written, or `path` is a folder or no possible name.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        self.path = None if path is None or path == "-" else _target(Path(path))
+    def __init__(self, path: str | None = None, option: str = "--output") -> None:
+        self.path = None if path is None or path == "-" else _target(Path(path), option)
+        self._option = option
         self._stdout = sys.stdout
         self._held: list[str] = []
         self.terminal = self.path is None and is_terminal(self._stdout)
         if self.path is not None:
-            _check_target(self.path)
+            _check_target(self.path, option)
 
     def write(self, text: str) -> None:
         """Writes `text` to standard output at once, or holds it for the file."""
@@ -110,7 +112,7 @@ class Output:
         with suppress(OSError, ValueError):
             if os.path.samefile(0 if source == "-" else source, self.path):
                 raise UsageError(
-                    f"--output {self.path} is also {option}, which the answer would replace.",
+                    f"{self._option} {self.path} is also {option}, which the answer would replace.",
                     "Choose another file for the answer.",
                 )
 
@@ -125,7 +127,7 @@ class Output:
             raise CocktailError(f"{self.path} cannot be written: {error.strerror}.") from error
 
 
-def _target(path: Path) -> Path:
+def _target(path: Path, option: str) -> Path:
     """Returns `path`, or the file a link leads to, so that the link stays; /dev/stdout leads to no file."""
     try:
         path.stat()
@@ -133,7 +135,7 @@ def _target(path: Path) -> Path:
         return path  # what is wrong with its folder is said below
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"--output {_cut(str(path))}: {reason}.", "Choose another name for the file.") from error
+        raise UsageError(f"{option} {_cut(str(path))}: {reason}.", "Choose another name for the file.") from error
     return path.resolve() if path.is_file() else path
 
 
@@ -141,14 +143,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= _NAME_LENGTH else text[: _NAME_LENGTH - 1] + "…"
 
 
-def _check_target(path: Path) -> None:
+def _check_target(path: Path, option: str) -> None:
     if path.is_dir():
-        raise UsageError(f"--output {path} is a folder; it must be a file.")
+        raise UsageError(f"{option} {path} is a folder; it must be a file.")
     if not path.parent.is_dir():
-        raise UsageError(f"--output {path}: the folder {path.parent} does not exist.", "Create it, then run again.")
+        raise UsageError(f"{option} {path}: the folder {path.parent} does not exist.", "Create it, then run again.")
     target = path if path.exists() and not path.is_file() else path.parent
     if not os.access(target, os.W_OK):
-        raise UsageError(f"--output {path}: {target} may not be written.", "Choose another place for the file.")
+        raise UsageError(f"{option} {path}: {target} may not be written.", "Choose another place for the file.")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -81,10 +81,12 @@ def mixed_attention(
         group = num_heads // num_kv_heads
         if group * rows >= MANY_ROWS.get(query.dtype, math.inf):
             return many_rows_cpu(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
+        if group * rows <= MOST_ROWS:
+            return mixed_attention_cpu(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)
         step, outputs = max(1, MOST_ROWS // group), []
         for first in range(0, rows, step):
             some = slice(first, first + step)
             mask = None if tail_mask is None else tail_mask[some]
             outputs.append(mixed_attention_cpu(query[:, some], table, tail_key, tail_value, mask, scaling, tail_len))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return torch.cat(outputs, dim=1)
     return mixed_attention_ref(query, table, tail_key, tail_value, tail_mask, scaling, tail_len)

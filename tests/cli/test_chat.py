@@ -145,6 +145,13 @@ def test_save_does_not_write_what_the_answers_go_to(chat: Callable[..., Result])
     assert Path("answers.txt").read_text() == "Answer to one?.\n"
 
 
+def test_what_save_cannot_write_is_told_of_it(chat: Callable[..., Result]) -> None:
+    result = chat("one?\n/save none/notes.md\n")
+    assert result.code == 2
+    assert "error: /save " in result.err
+    assert "the folder" in result.err
+
+
 def test_answers_go_to_a_file_where_one_is_named(chat: Callable[..., Result]) -> None:
     result = chat("one?\ntwo?\n", "-o", "answers.txt")
     assert (result.code, result.out) == (0, "")
