@@ -13,6 +13,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # As the command line does, before any import of torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Every test has a cache folder of its own: without this one, each process would compile the CPU's kernels again.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 
 import pytest
 from platformdirs import user_cache_path

@@ -82,7 +82,9 @@ def test_a_group_alone_shows_its_help(cocktail: Run, arguments: tuple[str, ...])
     assert result.out.startswith("Usage: cocktail")
 
 
-def test_completion_can_be_installed() -> None:
+def test_completion_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which shell the tests are started from does not matter then, if from any.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="cocktail")
     assert result.exit_code == 0
     assert "_COCKTAIL_COMPLETE=complete_bash" in result.output

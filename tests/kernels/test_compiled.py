@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numba
@@ -71,6 +72,14 @@ def run(folder: Path, root: Path = PACKAGE.parent, **variables: str) -> list[str
 
 def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_shared_folder() -> Iterator[None]:
+    """The one that the suite's processes share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NUMBA_CACHE_DIR", raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,10 @@ class Source:
     gate: threading.Event = field(default_factory=threading.Event)
     view: None = None
     error: Exception | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
 
     def read_into(self, buffer: torch.Tensor) -> None:
+        self.begun.set()
         assert self.gate.wait(10)
         if self.error:
             raise self.error
@@ -92,6 +94,7 @@ def test_closing_drops_what_was_not_begun() -> None:
     target, other = (torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
     link.start(target, blocked)
     dropped = link.start(other, waiting)
+    assert blocked.begun.wait(60)
     threading.Timer(0.05, blocked.gate.set).start()
     link.close()
     assert target.unique().tolist() == [1]
