@@ -13,6 +13,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # As the command line does, before any import of torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Workers that run side by side share the cores: threads that take turns on them wait for each other most of the time.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 # Every test has a cache folder of its own: without this one, each process would compile the CPU's kernels again.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 

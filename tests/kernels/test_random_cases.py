@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,16 @@ def random_segment(
     return segment, key.flatten(1, 2)
 
 
+@pytest.fixture
+def threads(batch: int) -> Iterator[None]:
+    """One of them or two, in turns; more than one may be more than a worker of the suite has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 + batch % 2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("batch", range(CASES // BATCH))
 def test_compiled_kernels_equal_the_references(batch: int) -> None:
     for case in range(batch * BATCH, (batch + 1) * BATCH):
