@@ -139,12 +139,12 @@ def test_where_everything_is_and_why_those_layers_stay(
     assert re.search(r"^embedding +looked up in the model's files$", out, re.MULTILINE)
     assert re.search(r"^hidden states +in host memory$", out, re.MULTILINE)
     # Less than any machine has free, and all that a small model needs.
-    run = ("--tokens", "99", "-m", folder("tiny"), "--vram", "1GB")
-    out = cocktail("plan", *run)[1]
+    small = ("--tokens", "99", "-m", folder("tiny"), "--vram", "1GB")
+    out = cocktail("plan", *small)[1]
     assert "why these" not in out
     assert re.search(r"^embedding +on the device$", out, re.MULTILINE)
     assert re.search(r"^hidden states +on the device$", out, re.MULTILINE)
-    assert planned(*run)["plan"]["why_these_layers"] == "all of them fit"
+    assert planned(*small)["plan"]["why_these_layers"] == "all of them fit"
 
 
 def test_json_has_the_contract_s_keys_and_every_part(
