@@ -59,6 +59,7 @@ class Reader:
         reporter: receives the stages.
         watch: of the first question.
         keep_vectors: see `make_scorer`.
+        scorer: one that is loaded; None: the one that the settings name.
 
     Raises:
         ModelError: the model is damaged or unsupported, or its tokenizer or template does not work.
@@ -72,10 +73,11 @@ class Reader:
         reporter: Reporter,
         watch: Stopwatch,
         keep_vectors: KeepVectors | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.document, self.folder = document, folder
         self._config, self._reporter, self._keep_vectors = config, reporter, keep_vectors
-        self._scorer: Scorer | None = None
+        self._scorer = scorer
         with watch.measure("load"):
             self.hf_config = load_config(folder)
             with loading(folder, "configuration"):
@@ -180,17 +182,19 @@ def read_for_questions(
     reporter: Reporter,
     watch: Stopwatch,
     keep_vectors: KeepVectors | None = None,
+    scorer: Scorer | None = None,
 ) -> Reading:
     """Tokenizes and scores the document and selects what fits the window, one selection for all questions.
 
     Args:
         keep_vectors: see `make_scorer`.
+        scorer: see `Reader`.
 
     Raises:
         ModelError: the model is damaged or unsupported, or its tokenizer or template does not work.
         UsageError: the window has no room for the document beside question and answer.
     """
-    reader = Reader(document, folder, config, reporter, watch, keep_vectors)
+    reader = Reader(document, folder, config, reporter, watch, keep_vectors, scorer)
     scores, prompt = reader.scores(questions, watch), reader.prompt
     asked = list(zip(questions, scores, strict=True))
     suffixes = [reader.suffix(prompt, reader.whole, question, row, config.restate) for question, row in asked]

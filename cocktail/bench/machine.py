@@ -17,7 +17,7 @@ from cocktail.cpu_name import cpu_name
 from cocktail.errors import UsageError
 from cocktail.kernels.compiled import max_threads
 
-_PACKAGES = ("triton", "numba", "hqq", "optimum-quanto", "xllamacpp")
+_PACKAGES = ("triton", "numba", "hqq", "optimum-quanto", "rouge-score", "xllamacpp")
 
 
 @dataclass(frozen=True)

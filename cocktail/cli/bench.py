@@ -13,7 +13,9 @@ from cocktail.cli.bench_batch import bench_batch
 from cocktail.cli.bench_command import BENCHMARK, QUESTION, Rendering, Result, measuring, read_config, run_benchmark
 from cocktail.cli.bench_draft import bench_draft
 from cocktail.cli.bench_e2e import bench_e2e
+from cocktail.cli.bench_needle import bench_needle
 from cocktail.cli.bench_offload import bench_offload
+from cocktail.cli.bench_quality import bench_quality
 from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.errors import UsageError
 
@@ -118,4 +120,6 @@ def _rendering() -> Rendering:
 bench_app.command("batch", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_batch)
 bench_app.command("draft", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_draft)
 bench_app.command("e2e", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_e2e)
+bench_app.command("needle", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_needle)
 bench_app.command("offload", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_offload)
+bench_app.command("quality", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_quality)

@@ -178,19 +178,28 @@ def measuring(ctx: typer.Context, document: str, question: str) -> Iterator[tupl
         raise UsageError("--question is empty.")
     data = read_stdin("the document") if document == STDIN else None
 
-    from cocktail.cli.render import Display, TerminalReporter
     from cocktail.engine import Request
 
     given = ctx.params
-    display = Display(given["quiet"], given["verbose"], not given["no_progress"], given["color"])
-    reporter = TerminalReporter(Output(), display, warned=ctx.obj)
     secret = None if given["password"] is None else as_utf8(given["password"])
     request = Request(
         document, (as_utf8(question).strip(),), data=data, pages=given["pages"], password=secret, strict=given["strict"]
     )
+    with reporting(ctx) as reporter:
+        yield request, reporter
+
+
+@contextmanager
+def reporting(ctx: typer.Context) -> Iterator[Reporter]:
+    """Yields who is told of progress; other output goes to standard error meanwhile."""
+    from cocktail.cli.render import Display, TerminalReporter
+
+    given = ctx.params
+    display = Display(given["quiet"], given["verbose"], not given["no_progress"], given["color"])
+    reporter = TerminalReporter(Output(), display, warned=ctx.obj)
     try:
         with redirect_stdout(sys.stderr):
-            yield request, reporter
+            yield reporter
     finally:
         with signals.ignored():
             reporter.close()

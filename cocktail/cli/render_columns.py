@@ -100,18 +100,21 @@ def _flat(record: Record, inner: Mapping[str, Sequence[str]]) -> Record:
 
 def setup_lines(result: Record, workload: str) -> list[str]:
     """What was measured on: model and machine, document and workload, versions."""
+    given, read = result["document"]["tokens"], result["workload"]["document_tokens"]
+    how = "" if given == read else f" repeated to {read:,}" if given < read else f" cut to {read:,}"
+    first, last = machine_lines(result)
+    return [first, one_line(f"{result['document']['path']}: {given:,} tokens{how}; {workload}"), last]
+
+
+def machine_lines(result: Record) -> tuple[str, str]:
+    """Model, dtype and machine; versions."""
     machine, model = result["machine"], result["model"]
     versions = [f"{name} {version}" for name, version in machine["versions"].items()]
     commit = f" ({machine['commit']})" if machine["commit"] else ""
-    given, read = result["document"]["tokens"], result["workload"]["document_tokens"]
-    how = "" if given == read else f" repeated to {read:,}" if given < read else f" cut to {read:,}"
     device = f"{'an emulated device, ' if machine['emulated'] else ''}{machine['device']}"
-    lines = [
-        f"{model['name']}, {model['dtype']}, on {device}: {machine['name']}, " + counted(machine["threads"], "thread"),
-        f"{result['document']['path']}: {given:,} tokens{how}; {workload}",
-        versions[0] + commit + ", " + ", ".join(versions[1:]),
-    ]
-    return [one_line(line) for line in lines]
+    threads = counted(machine["threads"], "thread")
+    first = f"{model['name']}, {model['dtype']}, on {device}: {machine['name']}, {threads}"
+    return one_line(first), one_line(versions[0] + commit + ", " + ", ".join(versions[1:]))
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
