@@ -56,6 +56,7 @@ class QualityResult:
             },
             **self.runs.described(),
             "workload": {
+                "only": self.benchmark.only,
                 "window": self.benchmark.window,
                 "metric": self.benchmark.comparison.metric,
                 **self.runs.workload(),
@@ -76,13 +77,15 @@ def bench_quality(benchmark: QualityBenchmark, config: Config, reporter: Reporte
     """
     comparison = benchmark.comparison
     question_set = read_questions(benchmark.dataset)
-    chosen = question_set.chosen(benchmark.limit, comparison.seed)
+    chosen = question_set.chosen(benchmark.only, benchmark.limit, comparison.seed)
     check_metrics({comparison.metric or question.metric for question in chosen})
     runs = AnswerRuns.of(config, comparison, reporter)
 
     def windows(done: Collection[str]) -> Iterator[Window]:
         return make_windows(chosen, done, runs.tokenizer, benchmark.window, comparison.seed, reporter)
 
-    settings = runs.settings(benchmark="quality", dataset=question_set.sha256, window=benchmark.window)
+    settings = runs.settings(
+        benchmark="quality", dataset=question_set.sha256, only=benchmark.only, window=benchmark.window
+    )
     records, is_whole = runs.answer([question.key for question in chosen], windows, settings)
     return QualityResult(runs, benchmark, question_set, records, partial=not is_whole)

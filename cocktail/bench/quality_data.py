@@ -80,9 +80,22 @@ class QuestionSet:
     sha256: str
     questions: tuple[Question, ...]
 
-    def chosen(self, limit: int | None, seed: int) -> tuple[Question, ...]:
-        """Some of the questions, or all, in an order drawn by the seed; more of them begin with the same ones."""
-        order = list(self.questions)
+    def chosen(self, only: str | None, limit: int | None, seed: int) -> tuple[Question, ...]:
+        """Some of the questions, or all, in an order drawn by the seed; a larger limit begins with the same ones.
+
+        Args:
+            only: text that a question's key must hold.
+            limit: questions, at most.
+            seed: of the order.
+
+        Raises:
+            UsageError: No key holds that text.
+        """
+        order = [question for question in self.questions if only is None or only in question.key]
+        if not order:
+            raise UsageError(
+                f"--only {only!r}: no question's key holds it.", f"A key is such as {self.questions[0].key}."
+            )
         random.Random(seed).shuffle(order)
         return tuple(order[:limit])
 

@@ -50,12 +50,14 @@ class QualityBenchmark:
         dataset: file or folder.
         window: tokens around the evidence that longer documents are cut to; None: as much as the model can read.
         limit: questions, at most.
+        only: text that a question's key must hold, or None.
         comparison: how.
     """
 
     dataset: str
     window: int | None = None
     limit: int | None = None
+    only: str | None = None
     comparison: Comparison = Comparison()
 
 

@@ -11,6 +11,7 @@ from cocktail.cli import bench_answers, bench_command, options
 from cocktail.cli.bench_answers import plot_path, read_answer_config, results_path
 from cocktail.cli.bench_command import BENCHMARK, Rendering, Result, reporting, run_benchmark
 from cocktail.errors import UsageError
+from cocktail.settings import as_utf8
 
 _GENERATED_TOKENS = 64
 # As in cocktail.bench.answer_metrics, which imports libraries that the help does without.
@@ -35,6 +36,15 @@ def bench_quality(
             metavar="N",
             min=1,
             help="Ask so many of the questions, drawn by the seed.",
+            rich_help_panel=BENCHMARK,
+        ),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only",
+            metavar="TEXT",
+            help="Ask only questions whose dataset/id holds this text, such as xquad-en.",
             rich_help_panel=BENCHMARK,
         ),
     ] = None,
@@ -127,7 +137,8 @@ def bench_quality(
         with reporting(ctx) as reporter:
             from cocktail.bench.quality import bench_quality
 
-            result = bench_quality(QualityBenchmark(dataset, window, limit, comparison), config, reporter).to_json()
+            benchmark = QualityBenchmark(dataset, window, limit, None if only is None else as_utf8(only), comparison)
+            result = bench_quality(benchmark, config, reporter).to_json()
             if target is not None and result["variants"]:
                 from cocktail.bench.plots import save_curve
 
