@@ -53,6 +53,8 @@ def save_curve(result: Mapping[str, Any], path: Path) -> None:
         axes.annotate(row["policy"], place, (_LABEL_OFFSET, _LABEL_OFFSET), textcoords="offset points")
     if axes.containers:
         axes.set_yscale("log")
+    # The labels stand to the right of their points.
+    axes.margins(x=0.15)
     axes.set_xlabel("stored bits a value, scales included")
     axes.set_ylabel("mean KL to FP16 KV, nats a token (95 % interval)")
     axes.set_title(f"{result['model']['name']}, {last}: {result['questions']['answered']} questions", fontsize=10)
