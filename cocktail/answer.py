@@ -17,7 +17,8 @@ class Citation:
     """A passage of the document that supports the answer.
 
     `page` counts from 1; `start` and `end` are character offsets into that page's text, so that
-    `page_text[start:end] == quote`; `precision` is "fp16", "int8", "int4" or "int2".
+    `page_text[start:end] == quote`; `precision` is "fp16", "fp8", "int8", "int4",
+    "int3" or "int2".
     """
 
     page: int

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
+from cocktail.baselines import prepared
 from cocktail.bit_plan import BitPlan
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, bit_pairs, block_bytes, unquantized_bytes
 from cocktail.kernels.quantize_pack import quantize_pack
@@ -177,36 +178,38 @@ class BlockPool:
         makes_rest = has_rest and layer.rest is None
         if not missing and not makes_rest:
             return
-        context = source.layer(index)
+        # What is done to it before does not depend on the question.
+        context = prepared(source.layer(index), self._layout, plans[0], index)
         if makes_rest:
             layer.rest = _rest(context, self._layout)
         for pair in sorted({pair for _, pair in missing}):
-            self._add(layer, context, pair, [chunk for chunk, wants in missing if wants == pair])
+            chunks = [chunk for chunk, wants in missing if wants == pair]
+            self._add(layer, context, pair, chunks, plans[0].clips_keys)
 
-    def _add(self, layer: _LayerPool, context: LayerContext, pair: Pair, chunks: list[int]) -> None:
+    def _add(self, layer: _LayerPool, context: LayerContext, pair: Pair, chunks: list[int], clip_keys: bool) -> None:
         """Quantizes chunks, ascending, into free slots and, for those that these do not hold, into a new slab."""
         slabs = layer.slabs.setdefault(pair, [])
         for slab in slabs:
             count = min(len(slab.free), len(chunks))
             now, chunks = chunks[:count], chunks[count:]
             if now:
-                packed = self._packed(context, pair, now)
+                packed = self._packed(context, pair, now, clip_keys)
                 slots, slab.free = slab.free[:count], slab.free[count:]
                 _copy(packed, slab.segment, slots)
                 layer.blocks |= {
                     (chunk, pair): _Block(chunk, slab, slot) for chunk, slot in zip(now, slots, strict=True)
                 }
         if chunks:
-            slab = _Slab(self._packed(context, pair, chunks))
+            slab = _Slab(self._packed(context, pair, chunks, clip_keys))
             slabs.append(slab)
             layer.blocks |= {(chunk, pair): _Block(chunk, slab, slot) for slot, chunk in enumerate(chunks)}
 
-    def _packed(self, context: LayerContext, pair: Pair, chunks: Sequence[int]) -> Segment:
+    def _packed(self, context: LayerContext, pair: Pair, chunks: Sequence[int], clip_keys: bool) -> Segment:
         layout = self._layout
         span, shape = slice(layout.prefix_len, layout.chunks_end), (layout.num_chunks, layout.chunk_size)
         key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
         blocks = torch.tensor(chunks, device=key.device)
-        return quantize_pack(key, value, blocks, *pair, value_group_size(key.shape[-1]))
+        return quantize_pack(key, value, blocks, *pair, value_group_size(key.shape[-1]), clip_keys=clip_keys)
 
     def _free(self, layer: _LayerPool, block: _Block) -> None:
         slab = block.slab

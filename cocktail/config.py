@@ -11,7 +11,8 @@ from cocktail.errors import UsageError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
 CACHE_FORMS = ("exact", "int8")
-UNIFORM_POLICIES = ("fp16", "int8", "int4", "int2")  # every chunk alike, so no thresholds
+# Whatever the question, so no thresholds.
+UNIFORM_POLICIES = ("fp16", "int8", "fp8", "int4", "int2", "kivi", "kivi-4", "kvquant", "atom")
 KV_POLICIES = ("cocktail", "cocktail-paper", *UNIFORM_POLICIES)
 DRAFTS = ("auto", "self", "ngram", "off")
 DRAFT_BITS = ("4", "3", "2", "nf4")

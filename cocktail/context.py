@@ -66,6 +66,10 @@ class ContextLayout:
         """The layout of a context that goes on for so many tokens; chunks do not begin anew there."""
         return self.of(self.prefix_len, self.context_len - self.prefix_len + tokens, self.chunk_size)
 
+    def tokens_of(self, chunks: np.ndarray) -> np.ndarray:
+        """Positions of the tokens of some chunks, in their order, [len(chunks) * chunk_size], int64."""
+        return (self.prefix_len + chunks[:, None] * self.chunk_size + np.arange(self.chunk_size)).ravel()
+
     @property
     def chunks_end(self) -> int:
         return self.prefix_len + self.num_chunks * self.chunk_size
@@ -219,6 +223,7 @@ def context_segments(
     v_bits: np.ndarray,
     allocate: Allocate,
     reorder: bool = True,
+    clip_keys: bool = True,
 ) -> Iterator[Segment]:
     """One segment for each (k_bits, v_bits) pair that a layer's chunks use, ascending; see `MixedKVCache.seal`.
 
@@ -230,6 +235,7 @@ def context_segments(
         allocate: where segments are held.
         reorder: False leaves the chunks in document order, one segment for each run of equal bits: what the paper's
             second module is measured against.
+        clip_keys: see `quantize_pack`.
     """
     span = slice(layout.prefix_len, layout.chunks_end)
     shape = (layout.num_chunks, layout.chunk_size)
@@ -238,11 +244,11 @@ def context_segments(
     unquantized = (k_bits == UNQUANTIZED) & (v_bits == UNQUANTIZED)
     for pair, blocks in _runs(k_bits, v_bits, reorder):
         if pair != (UNQUANTIZED, UNQUANTIZED) or not reorder:
-            yield quantize_pack(key, value, torch.from_numpy(blocks).to(device), *pair, group, allocate=allocate)
+            chosen = torch.from_numpy(blocks).to(device)
+            yield quantize_pack(key, value, chosen, *pair, group, clip_keys=clip_keys, allocate=allocate)
     full = np.flatnonzero(unquantized) if reorder else np.zeros(0, dtype=np.int64)
-    chunk_tokens = (layout.prefix_len + full[:, None] * layout.chunk_size + np.arange(layout.chunk_size)).ravel()
     rest = np.arange(layout.chunks_end, layout.context_len)
-    tokens = torch.from_numpy(np.concatenate([np.arange(layout.prefix_len), chunk_tokens, rest])).to(device)
+    tokens = torch.from_numpy(np.concatenate([np.arange(layout.prefix_len), layout.tokens_of(full), rest])).to(device)
     if len(tokens):
         held = [allocate((t.shape[0], 1, len(tokens), t.shape[2]), t.dtype) for t in (context.key, context.value)]
         for into, source in zip(held, (context.key, context.value), strict=True):

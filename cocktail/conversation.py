@@ -249,7 +249,7 @@ class Conversation:
                 return False
             return kv_bytes(job.geometry, job.lengths, plan, history_bits, job.itemsize) <= most_bytes
 
-        wanted = plan_bits(job.residency.kv_policy, scores, config.alpha, config.beta)
+        wanted = plan_bits(job.residency.kv_policy, scores, config.alpha, config.beta, job.layout)
         plan = within(wanted, scores, fits)
         if plan is not wanted:
             lowered = len(wanted.unquantized) - len(plan.unquantized)

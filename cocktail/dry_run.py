@@ -99,16 +99,18 @@ class DryRun:
         drafted_tokens: int,
         segment_tokens: int,
         hidden_on_host: bool,
+        policy: str,
     ) -> Activations:
         """What a prefill of a context and a suffix takes, and the tokens after it.
 
         Args:
             drafted_tokens: tokens that a verification holds beside the last one; 0 without a draft.
+            policy: of the KV cache; "int4" stands for those that a question decides.
         """
         total_tokens = layout.context_len + tail_capacity
         geometry = KVGeometry.from_config(self._short, total_tokens)
         fix_rope(self._model, self._short, total_tokens)
-        plan = plan_bits("int4", np.zeros(layout.num_chunks, dtype=np.float32), 0.6, 0.1)
+        plan = plan_bits(policy, np.zeros(layout.num_chunks, dtype=np.float32), 0.6, 0.1, layout)
         ledger = Ledger()
         offload = Offload(Accelerator(_META, NoLink(), ledger), None, None)
         with offload.accelerator.active():

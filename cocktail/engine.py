@@ -195,6 +195,7 @@ def _answers(
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
     """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
     document = request.read(reporter)
+    from cocktail.context import ContextLayout
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model
     from cocktail.reading import read_for_questions
@@ -205,7 +206,8 @@ def inspect_document(request: Request, config: Config, reporter: Reporter) -> In
         return Inspection(document, tokenized, None, None)
     reading = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
     scores = reading.scores[0]
-    plan = plan_bits(config.kv, scores, config.alpha, config.beta)
+    layout = ContextLayout.of(len(reading.prompt.prefix_ids), len(reading.tokenized.token_ids), config.chunk_size)
+    plan = plan_bits(config.kv, scores, config.alpha, config.beta, layout)
     return Inspection(document, reading.tokenized, scores, plan)
 
 

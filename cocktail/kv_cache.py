@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from cocktail.baselines import prepared
 from cocktail.bit_plan import BitPlan
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, SegmentArena, align, context_segments
 from cocktail.kernels.mixed_attention import mixed_attention
@@ -182,8 +183,9 @@ class MixedKVCache(Cache):
         if arena is None or not arena.claim(layer_idx, plan):
             arena = self.reserve(plan)
             arena.claim(layer_idx, plan)
+        context, bits = prepared(context, layout, plan, layer_idx), plan.layer(layer_idx)
         layer.segments = SegmentTable(
-            context_segments(context, layout, *plan.layer(layer_idx), arena.allocate, self.reorder)
+            context_segments(context, layout, *bits, arena.allocate, self.reorder, plan.clips_keys)
         )
 
     def use_segments(self, tables: Sequence[SegmentTable] = ()) -> None:

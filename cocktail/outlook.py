@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import LABELS, BitPlan, plan_bits
+from cocktail.bit_plan import LABELS, NOTES, BitPlan, plan_bits
 from cocktail.config import Config
 from cocktail.context import ContextLayout, segment_bytes
 from cocktail.offload.budget import format_bytes
@@ -106,7 +106,7 @@ class Outlook:
     ) -> None:
         @cache
         def bits(policy: str) -> tuple[BitPlan, ...]:
-            return tuple(plan_bits(policy, row, config.alpha, config.beta) for row in scores)
+            return tuple(plan_bits(policy, row, config.alpha, config.beta, lengths.layout) for row in scores)
 
         self.lengths, self.bits, self._itemsize = lengths, bits, dtype.itemsize
         self.planner = Planner(
@@ -185,6 +185,8 @@ class Outlook:
             if self._without_draft is None:
                 raise self.planner.refusal(self.lengths, self.workload, limit_bytes)
             raise self.planner.refusal(replace(self.lengths, drafted=0), self._without_draft, limit_bytes)
+        if plan.kv_policy in NOTES:
+            reporter.note(NOTES[plan.kv_policy])
         if plan.kv_policy != self.policy:
             reporter.warn(
                 f"the KV cache is held at {plan.kv_policy}, not {self.policy}: at {self.policy} it takes "

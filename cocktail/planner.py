@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits
+from cocktail.bit_plan import FULL, UNIFORM, BitPlan, history_plan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
 from cocktail.draft import FOLLOWED_ROWS
 from cocktail.dry_run import DryRun
@@ -29,11 +29,14 @@ from cocktail.offload.budget import (
 from cocktail.offload.residency import DraftModelNeeds, KvChoice, Workload, smallest_estimate
 from cocktail.sampling import DRAW_BYTES
 
-# What the KV cache is held at, best first, where nothing fits at the precision asked for.
+# What the KV cache is held at, best first, where nothing fits at the precision asked for. A baseline that is held
+# otherwise is none: of those only KIVI has a lower form.
 LOWER_KV = {
     "fp16": ("int8", "int4", "int2"),
     "int8": ("int4", "int2"),
+    "fp8": ("int4", "int2"),
     "int4": ("int2",),
+    "kivi-4": ("kivi",),
     "cocktail": ("int2",),
     "cocktail-paper": ("int2",),
 }
@@ -143,10 +146,12 @@ class Planner:
     def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
         """A run of some lengths, its KV cache held by the first choice that fits."""
 
+        policy = kv[0].policy if kv[0].policy in UNIFORM else "int4"
+
         @cache
         def activations(segment_tokens: int, hidden_on_host: bool) -> Activations:
             found = self._dry_run.activations(
-                lengths.layout, lengths.suffix, lengths.tail, lengths.drafted, segment_tokens, hidden_on_host
+                lengths.layout, lengths.suffix, lengths.tail, lengths.drafted, segment_tokens, hidden_on_host, policy
             )
             if self._has_budget:
                 return found
@@ -252,7 +257,8 @@ class Planner:
         def fits(document: int) -> bool:
             shorter = replace(lengths, document=document)
             scores = np.zeros(shorter.layout.num_chunks, dtype=np.float32)
-            kv = self.kv_choices(shorter, policy, lambda name: [plan_bits(name, scores, 0.6, 0.1)], may_lower=False)
+            bits = plan_bits(policy, scores, 0.6, 0.1, shorter.layout)
+            kv = self.kv_choices(shorter, policy, lambda name: [bits], may_lower=False)
             return self._least(self.workload(shorter, kv)).peak_bytes <= limit_bytes
 
         step = max(1, lengths.document // _LENGTH_STEPS)

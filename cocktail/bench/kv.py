@@ -18,7 +18,15 @@ from cocktail.bench.machine import Machine, use_threads
 from cocktail.bench.measure import PeakMemory
 from cocktail.bench.mixed_cache import MixedCacheVariant
 from cocktail.bench.transformers_cache import TransformersVariant, load_plain
-from cocktail.bench.variant import LLAMA_CPP, LLAMA_CPP_GGUF, OWN, TRANSFORMERS, VARIANTS, Variant
+from cocktail.bench.variant import (
+    BASELINES,
+    DEFAULT_VARIANTS,
+    LLAMA_CPP,
+    LLAMA_CPP_GGUF,
+    OWN,
+    TRANSFORMERS,
+    Variant,
+)
 from cocktail.bench.workload import Workload, choose_tokens, read_whole, stretch
 from cocktail.config import Config
 from cocktail.context import KVGeometry
@@ -47,7 +55,7 @@ class KvBenchmark:
         gguf: the model's weights for llama.cpp, or None where the model itself came from a .gguf file.
     """
 
-    variants: tuple[str, ...] = VARIANTS
+    variants: tuple[str, ...] = DEFAULT_VARIANTS
     tokens: int | None = None
     repeats: int = 3
     threads: int | None = None
@@ -150,7 +158,7 @@ class _Bench:
                 advance(1)
 
     def _variant(self, name: str) -> Variant:
-        if name in OWN:
+        if name in (*OWN, *BASELINES):
             return MixedCacheVariant(name, self.workload, self._own_model, self.reporter)
         if name in TRANSFORMERS:
             return TransformersVariant(name, self.workload, self._plain_model)

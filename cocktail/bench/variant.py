@@ -8,12 +8,20 @@ from typing import Protocol
 from cocktail.errors import UsageError
 
 OWN = ("cocktail", "cocktail-unordered", "fp16", "int4", "int8")
+BASELINES = ("int2", "fp8", "kivi", "kivi-4", "kvquant", "atom")
 TRANSFORMERS = ("dynamic", "quantized-hqq", "quantized-quanto")
 KV_TYPES = ("f16", "q8_0", "q4_0")
 LLAMA_CPP = tuple(f"llama.cpp-{kv_type}" for kv_type in KV_TYPES)
 LLAMA_CPP_GGUF = tuple(f"llama.cpp-gguf-{kv_type}" for kv_type in KV_TYPES)
-VARIANTS = (*OWN, *TRANSFORMERS, *LLAMA_CPP, *LLAMA_CPP_GGUF)
-FAMILIES = {"own": OWN, "transformers": TRANSFORMERS, "llama.cpp": LLAMA_CPP, "llama.cpp-gguf": LLAMA_CPP_GGUF}
+DEFAULT_VARIANTS = (*OWN, *TRANSFORMERS, *LLAMA_CPP, *LLAMA_CPP_GGUF)
+VARIANTS = (*OWN, *BASELINES, *DEFAULT_VARIANTS[len(OWN) :])
+FAMILIES = {
+    "own": OWN,
+    "baselines": BASELINES,
+    "transformers": TRANSFORMERS,
+    "llama.cpp": LLAMA_CPP,
+    "llama.cpp-gguf": LLAMA_CPP_GGUF,
+}
 BASELINE = "dynamic"
 
 
@@ -50,13 +58,13 @@ class Variant(Protocol):
 
 
 def select_variants(text: str | None) -> tuple[str, ...]:
-    """The variants of a comma-separated list of names and families, in the order of `VARIANTS`; None means all.
+    """The variants of a comma-separated list of names and families, in the order of `VARIANTS`; None: the default ones.
 
     Raises:
         UsageError: A name is none of them.
     """
     if text is None:
-        return VARIANTS
+        return DEFAULT_VARIANTS
     words = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in words if word not in VARIANTS and word not in FAMILIES]
     if unknown or not words:

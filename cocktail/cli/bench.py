@@ -35,7 +35,8 @@ def bench_kv(
         typer.Option(
             "--variants",
             metavar="NAMES",
-            help=f"Comma-separated, of {', '.join(VARIANTS)}, or families: {', '.join(FAMILIES)} (default: all).",
+            help=f"Comma-separated, of {', '.join(VARIANTS)}, or families: {', '.join(FAMILIES)} "
+            "(default: all but baselines).",
             rich_help_panel=BENCHMARK,
         ),
     ] = None,

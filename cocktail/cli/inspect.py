@@ -24,7 +24,7 @@ _PREVIEW_LENGTH = 100
 _PIPED_WIDTH = 80
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # In the strip, from the fewest bits to the most: the more bits, the warmer.
-_COLORS = (34, 36, 33, 35, 31)
+_COLORS = (34, 36, 33, 35, 35, 31)
 
 
 def inspect(
@@ -147,8 +147,8 @@ def _looks() -> dict[str, tuple[str, int]]:
     from cocktail.bit_plan import FULL, LABELS
 
     return {
-        LABELS[bits]: ("F" if bits == FULL else str(bits), color)
-        for bits, color in zip(sorted(LABELS), _COLORS, strict=True)
+        label: ("F" if bits == FULL else label[-1], color)
+        for (bits, label), color in zip(sorted(LABELS.items()), _COLORS, strict=True)
     }
 
 

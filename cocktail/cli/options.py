@@ -286,7 +286,9 @@ Kv = Annotated[
     typer.Option(
         "--kv",
         metavar="POLICY",
-        help=f"How the document's KV cache is held: {', '.join(KV_POLICIES)} (default: {_DEFAULT.kv}).",
+        help=f"How the document's KV cache is held: {', '.join(KV_POLICIES)} (default: {_DEFAULT.kv}). "
+        "kivi, kivi-4, kvquant and atom are other papers' methods, to compare with; atom's keys are rounded to 4 bits "
+        "and held at 16.",
         autocompletion=complete(KV_POLICIES),
         rich_help_panel=_KV,
     ),

@@ -31,7 +31,7 @@ from cocktail.kernels.cpu_loads import (
 )
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.kept_code import kept_cfunc
-from cocktail.kernels.quantize_pack_ref import FP8_MAX, HALF_MAX, KEY_SHARES, SCALE_EPSILON
+from cocktail.kernels.quantize_pack_ref import FP8_MAX, HALF_MAX, SCALE_EPSILON, key_shares
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
 from cocktail.kernels.segment_table import SegmentTable
 
@@ -332,7 +332,9 @@ def _source(x: torch.Tensor) -> np.ndarray:
     return np.array([_KINDS[x.dtype], x.data_ptr(), *x.stride()], np.int64)
 
 
-def quantize_pack_cpu(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment) -> None:
+def quantize_pack_cpu(
+    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, clip_keys: bool = True
+) -> None:
     """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`.
 
     Args:
@@ -340,6 +342,7 @@ def quantize_pack_cpu(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tens
         value: as `key`, of the same dtype.
         blocks: [num_chosen], int64.
         out: an allocated, contiguous segment of num_chosen blocks.
+        clip_keys: see `quantize_pack`.
 
     Raises:
         ValueError: for another dtype, or a segment that is not contiguous.
@@ -355,7 +358,7 @@ def quantize_pack_cpu(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tens
     if out.k_bits == out.v_bits == UNQUANTIZED:
         return
     rows = torch.arange(len(blocks), dtype=torch.int32) if out.scale_index is None else out.scale_index
-    shares = KEY_SHARES.get(out.k_bits, (1.0,))
+    shares = key_shares(out.k_bits, clip_keys)
     arrays = [
         _source(key),
         _source(value),

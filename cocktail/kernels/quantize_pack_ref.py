@@ -16,10 +16,11 @@ HALF_MAX = torch.finfo(torch.float16).max
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 # Two-bit keys clip their outliers; with plain min-max, four levels leave most keys at one of two values.
 KEY_SHARES = {2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}
+PLAIN = (1.0,)
 
 
 def quantize_groups(
-    x: torch.Tensor, bits: int, dim: int, shares: Sequence[float] = (1.0,)
+    x: torch.Tensor, bits: int, dim: int, shares: Sequence[float] = PLAIN
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Asymmetric quantization of groups that lie along `dim`.
 
@@ -81,7 +82,14 @@ def quantize_scales(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.cat([step, low], dim=-1)
 
 
-def quantize_pack_ref(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment) -> None:
+def key_shares(k_bits: int, clip: bool) -> tuple[float, ...]:
+    """The shares of a channel's range that are tried for its keys."""
+    return KEY_SHARES.get(k_bits, PLAIN) if clip else PLAIN
+
+
+def quantize_pack_ref(
+    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, clip_keys: bool = True
+) -> None:
     """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`."""
     block_values = key.shape[0] * key.shape[2] * key.shape[3]
     batch = max(1, QUANTIZE_VALUES // block_values)
@@ -91,11 +99,14 @@ def quantize_pack_ref(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tens
         # Blocks that share key scales stay together.
         last = int((rows < rows[first] + batch).sum())
         _quantize_values(value.index_select(1, blocks[first:last]), out, first, last)
-        _quantize_keys(key.index_select(1, blocks[first:last]), rows[first:last], out, first, last)
+        shares = key_shares(out.k_bits, clip_keys)
+        _quantize_keys(key.index_select(1, blocks[first:last]), rows[first:last], out, first, last, shares)
         first = last
 
 
-def _quantize_keys(key: torch.Tensor, rows: torch.Tensor, out: Segment, first: int, last: int) -> None:
+def _quantize_keys(
+    key: torch.Tensor, rows: torch.Tensor, out: Segment, first: int, last: int, shares: Sequence[float]
+) -> None:
     if out.k_bits == UNQUANTIZED:
         out.key[:, first:last] = key
         return
@@ -109,7 +120,7 @@ def _quantize_keys(key: torch.Tensor, rows: torch.Tensor, out: Segment, first: i
             out.k_scale[:, start:stop] = scale.squeeze(2)
         else:
             assert out.k_zero is not None
-            codes, scale, zero = quantize_groups(group, out.k_bits, 2, KEY_SHARES.get(out.k_bits, (1.0,)))
+            codes, scale, zero = quantize_groups(group, out.k_bits, 2, shares)
             if out.k_range is not None:
                 small_scale, scale_range = quantize_scales(scale.squeeze(2))
                 small_zero, zero_range = quantize_scales(zero.squeeze(2))

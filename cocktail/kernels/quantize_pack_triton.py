@@ -213,8 +213,7 @@ def _quantize_keys(  # type: ignore[no-untyped-def]
 @triton.jit
 def _value_scales(x, keep, group, GROUPS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scale and zero of every value of a tile: those of its token's group of channels."""
-    scale = tl.full(x.shape, 1.0, tl.float32)
-    zero = tl.zeros(x.shape, tl.float32)
+    scale, zero = tl.full(x.shape, 1.0, tl.float32), tl.zeros(x.shape, tl.float32)
     for g in range(GROUPS):
         member = keep & (group == g)[None, :]
         low, high = _ends(tl.where(member, x, float("inf")), tl.where(member, x, -float("inf")), 1)
@@ -306,8 +305,7 @@ def _quantize_pack(  # type: ignore[no-untyped-def]
                 V_BITS, GROUPS, HEAD_DIM, CHANNELS, TOKENS,
             )  # fmt: skip
     else:
-        count = 1
-        row = first
+        count, row = 1, first
         if scale_index is not None:
             row = tl.load(scale_index + first)
             near = first + tl.arange(0, MAX_SPAN)
@@ -333,10 +331,10 @@ def _quantize_pack(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
 
 
-def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int) -> dict[str, Any]:
+def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int, clip_keys: bool = True) -> dict[str, Any]:
     channels, bits = 8 * triton.next_power_of_2(head_dim // 8), {"K_BITS": k_bits, "V_BITS": v_bits}
     return bits | {
-        "SHARES": ref.KEY_SHARES.get(k_bits, (1.0,)),
+        "SHARES": ref.key_shares(k_bits, clip_keys),
         "GROUPS": groups,
         "HEAD_DIM": head_dim,
         "CHANNELS": channels,
@@ -345,7 +343,9 @@ def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int) -> dict[str
     }
 
 
-def quantize_pack_triton(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment) -> None:
+def quantize_pack_triton(
+    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, clip_keys: bool = True
+) -> None:
     """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`.
 
     Args:
@@ -368,7 +368,7 @@ def quantize_pack_triton(key: torch.Tensor, value: torch.Tensor, blocks: torch.T
     _quantize_pack[(heads * len(blocks), 2)](
         key, *key.stride(), value, *value.stride(), blocks.contiguous(), out.scale_index, len(blocks),
         len(blocks) if out.k_scale is None else out.k_scale.shape[1], block_size, *tables,
-        **_constants(head_dim, out.k_bits, out.v_bits, 1 if out.v_scale is None else out.v_scale.shape[-1]),
+        **_constants(head_dim, out.k_bits, out.v_bits, 1 if out.v_scale is None else out.v_scale.shape[-1], clip_keys),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ import transformers
 from cocktail.architecture import check_supported
 from cocktail.attention import register
 from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.config import KV_POLICIES
 from cocktail.context import KVGeometry
 from cocktail.decode_step import DecodeStep
 from cocktail.kv_cache import MixedKVCache
@@ -29,7 +30,6 @@ from tests.cocktail.conftest import FAMILIES, SMALL, tiny_model
 from tests.cocktail.offloading import offloaded
 
 SPEED = DeviceSpeed(1e9, 1e10, 1e11)
-POLICIES = ("cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2")
 MODELS = 24
 
 
@@ -105,10 +105,10 @@ def test_no_run_passes_its_budget_and_estimates_are_close(cases: int, tmp_path: 
             draw.randint(0, 40), draw.randint(40, 1500), suffix, suffix + generated, draw.choice([16, 32])
         )
         scores = np.random.default_rng(case).random(lengths.layout.num_chunks).astype(np.float32)
-        policy = draw.choice(POLICIES)
+        policy = draw.choice(KV_POLICIES)
 
-        def plans(name: str, scores: np.ndarray = scores) -> list[Any]:
-            return [plan_bits(name, scores, 0.6, 0.1)]
+        def plans(name: str, scores: np.ndarray = scores, lengths: Lengths = lengths) -> list[Any]:
+            return [plan_bits(name, scores, 0.6, 0.1, lengths.layout)]
 
         kv = planner.kv_choices(lengths, policy, plans, may_lower=True)
         workload: Workload = planner.workload(lengths, kv)
