@@ -59,7 +59,7 @@ def _deviation(x: torch.Tensor) -> torch.Tensor:
     std, mean = (t.float() for t in torch.std_mean(x, dim=1, keepdim=True, correction=0))
     std.clamp_(min=torch.finfo(torch.float32).tiny)
     parts = x.split(_tokens_at_a_time(x), dim=1)
-    return torch.cat([part.float().sub_(mean).div_(std).abs_().amax(dim=(0, 2)) for part in parts])
+    return torch.cat([(part.float() - mean).div_(std).abs_().amax(dim=(0, 2)) for part in parts])
 
 
 def _keys_rounded(context: LayerContext, layout: ContextLayout, chunks: np.ndarray, bits: int) -> LayerContext:

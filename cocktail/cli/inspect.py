@@ -24,7 +24,7 @@ _PREVIEW_LENGTH = 100
 _PIPED_WIDTH = 80
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # In the strip, from the fewest bits to the most: the more bits, the warmer.
-_COLORS = (34, 36, 33, 35, 35, 31)
+_COLORS = (34, 36, 33, 35, 32, 31)
 
 
 def inspect(
@@ -124,7 +124,7 @@ def heat_strip(scores: Sequence[float], precisions: Sequence[str], width: int, *
     """Returns lines that show score and precision along the document, chunks beside each other.
 
     A cell stands for one chunk, or for several where there are more chunks than `width`: it shows their best score and
-    the precision of that chunk. Uncoloured, a second line names the precision: F (unquantized), or its bits.
+    the precision of that chunk. Uncoloured, a second line names the precision: F (unquantized), E (FP8), or its bits.
     """
     looks = _looks()
     cells = min(width, len(scores))
@@ -144,10 +144,10 @@ def heat_strip(scores: Sequence[float], precisions: Sequence[str], width: int, *
 def _looks() -> dict[str, tuple[str, int]]:
     """Returns the letter and the colour of each precision."""
     # Not at module level: it imports NumPy, which the help does without.
-    from cocktail.bit_plan import FULL, LABELS
+    from cocktail.bit_plan import FP8, FULL, LABELS
 
     return {
-        label: ("F" if bits == FULL else label[-1], color)
+        label: ({FULL: "F", FP8: "E"}.get(bits, str(bits)), color)
         for (bits, label), color in zip(sorted(LABELS.items()), _COLORS, strict=True)
     }
 

@@ -100,7 +100,7 @@ def test_an_empty_question_is_wrong_usage(cocktail: Run) -> None:
 def test_heat_strip_tells_every_precision_apart() -> None:
     labels = list(LABELS.values())
     _, letters = heat_strip([0.5] * len(labels), labels, 80, colored=False)
-    assert letters == "F8432"
+    assert letters == "FE8432"
     colored, _ = heat_strip([0.5] * len(labels), labels, 80, colored=True)
     assert len(set(re.findall(r"\x1b\[(\d+)m[^\x1b]", colored))) == len(labels)
 

@@ -76,7 +76,9 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 5}, {"kv": "int4", "batch_size": 8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.8, "seed": 5}, {"kv": "int4", "batch_size": 8}, {"kv": "kvquant"}]
+)
 def test_answers_are_those_of_one_question_after_the_other(
     document: Path, config: Config, widths: list[int], changes: dict[str, Any]
 ) -> None:

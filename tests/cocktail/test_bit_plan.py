@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits, within
+from cocktail.bit_plan import FP8, FULL, BitPlan, history_plan, plan_bits, within
 from cocktail.context import ContextLayout
 
 PAPER = ("cocktail-paper", "cocktail")
@@ -53,7 +53,7 @@ def test_the_first_chunk_is_never_quantized(policy: str, num_chunks: int) -> Non
     assert bits_of(policy, [0.5] * num_chunks) == [FULL] * num_chunks
 
 
-@pytest.mark.parametrize(("policy", "bits"), [("fp16", FULL), ("int8", 8), ("int4", 4), ("int2", 2)])
+@pytest.mark.parametrize(("policy", "bits"), [("fp16", FULL), ("int8", 8), ("fp8", FP8), ("int4", 4), ("int2", 2)])
 def test_uniform_policies(policy: str, bits: int) -> None:
     assert bits_of(policy, [0.9, 0.1, 0.5]) == [FULL, bits, bits]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cocktail.bit_plan import BitPlan, plan_bits
+from cocktail.config import KV_POLICIES
 from cocktail.context import ContextLayout, KVGeometry, planned_bytes
 from cocktail.kv_cache import MixedKVCache
 from tests.cocktail.sealed_cache import mixed_plan, paper_plan, sealed_cache
@@ -37,10 +38,10 @@ def held_bytes(cache: MixedKVCache) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("policy", ["cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2"])
+@pytest.mark.parametrize("policy", KV_POLICIES)
 def test_planned_reported_and_held_bytes_agree_for_every_policy(policy: str, dtype: torch.dtype) -> None:
     geometry = KVGeometry(2, 64, (None, None))
-    plan = paper_plan(LAYOUT.num_chunks, policy=policy)
+    plan = plan_bits(policy, np.random.default_rng(0).standard_normal(LAYOUT.num_chunks), 0.6, 0.1, LAYOUT)
     cache = sealed_cache(geometry, LAYOUT, plan, dtype, tail_capacity=20).cache
     assert cache.nbytes == held_bytes(cache)
     assert planned_bytes(geometry, LAYOUT, plan, 20, dtype.itemsize) == cache.nbytes
