@@ -145,7 +145,6 @@ class Planner:
 
     def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
         """A run of some lengths, its KV cache held by the first choice that fits."""
-
         policy = kv[0].policy if kv[0].policy in UNIFORM else "int4"
 
         @cache

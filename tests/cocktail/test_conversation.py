@@ -300,8 +300,9 @@ def test_a_chat_of_thirty_turns_beyond_the_window_goes_on_and_stays_in_its_budge
     assert any("left out" in warning for warning in reporter.warnings)
 
 
-def test_older_turns_have_four_bits_where_the_budget_asks_for_it(document: Path, config: Config) -> None:
-    config = replace(config, kv="int4", max_tokens=20)
+@pytest.mark.parametrize("policy", ["int4", "kvquant"])
+def test_older_turns_have_four_bits_where_the_budget_asks_for_it(policy: str, document: Path, config: Config) -> None:
+    config = replace(config, kv=policy, max_tokens=20)
     least = least_budget(document, config)
     with chat(document, replace(config, vram_bytes=least)) as talk:
         for question in QUESTIONS:

@@ -235,15 +235,17 @@ def test_clipping_never_raises_the_error_and_lowers_it_for_outliers() -> None:
     assert (searched < 0.9 * plain).any()
 
 
-def test_only_two_bit_keys_are_clipped() -> None:
+def test_only_two_bit_keys_are_clipped_and_only_if_they_may_be() -> None:
     assert list(KEY_SHARES) == [2]
     key, value = torch.randn((2, 2, 32, 16), generator=torch.Generator().manual_seed(6)).unbind()
     for bits in (2, 3, 4, 8):
-        segment = quantize_pack(key[:, None], value[:, None], torch.tensor([0]), bits, bits, 16)
         spread = key.amax(dim=1) - key.amin(dim=1)
         plain = (spread / (2**bits - 1)).half()
-        assert segment.k_scale is not None
-        assert torch.equal(segment.k_scale[:, 0], plain) == (bits != 2)
+        for clip in (True, False):
+            blocks = torch.tensor([0])
+            segment = quantize_pack(key[:, None], value[:, None], blocks, bits, bits, 16, clip_keys=clip)
+            assert segment.k_scale is not None
+            assert torch.equal(segment.k_scale[:, 0], plain) == (bits != 2 or not clip)
 
 
 def spread_keys(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,13 @@ def test_shapes_and_spans(head_dim: int, group: int, size: int, k_span: int, sca
         assert_fills_as_the_reference(quantize_pack_cpu, key, value, blocks, segment)
 
 
+def test_keys_that_are_not_clipped() -> None:
+    key, value = layer(1, 3, 32, 64, torch.float32)
+    blocks = torch.tensor([0, 2])
+    segment = unwritten(key, blocks, 2, 2, 64)
+    assert_fills_as_the_reference(quantize_pack_cpu, key, value, blocks, segment, clip_keys=False)
+
+
 @pytest.mark.parametrize("bits", [2, FP8, UNQUANTIZED], ids=width_name)
 def test_any_strides(bits: int) -> None:
     whole = torch.randn((300, 2, 80), generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -45,6 +45,13 @@ def test_half_precision(bits: int, dtype: torch.dtype) -> None:
     assert_fills_as_the_reference(quantize_pack_triton, key, value, blocks, segment)
 
 
+def test_keys_that_are_not_clipped() -> None:
+    key, value = layer(1, 3, 8, 64, torch.float32)
+    blocks = torch.tensor([0, 2])
+    segment = unwritten(key, blocks, 2, 2, 64)
+    assert_fills_as_the_reference(quantize_pack_triton, key, value, blocks, segment, clip_keys=False)
+
+
 @pytest.mark.parametrize("bits", [4, UNQUANTIZED], ids=width_name)
 def test_any_strides(bits: int) -> None:
     whole = torch.randn((50, 2, 24), generator=torch.Generator().manual_seed(1))
