@@ -177,3 +177,17 @@ def test_drawing_from_a_large_vocabulary_is_planned_for_where_little_is_read(
         before = offload.peak_bytes
         Sampler(temperature=0.8, top_p=0.9).draw(logits, cache.get_seq_length())
         assert before < offload.peak_bytes <= plan.estimate.peak_bytes
+
+
+@pytest.mark.parametrize("policy", ["kvquant", "atom"])
+def test_what_is_rearranged_before_it_is_quantized_is_planned_for(policy: str, tmp_path: Path) -> None:
+    tiny_model("llama", "eager", num_key_value_heads=4).save_pretrained(tmp_path)
+    planner = Planner(load_config(ModelFolder(tmp_path, "llama", "")), torch.float32, on_card=False, has_budget=True)
+    lengths = Lengths(5, 4000, 20, 22, 32)
+    bits = plan_bits(policy, np.zeros(lengths.layout.num_chunks, dtype=np.float32), 0.6, 0.1, lengths.layout)
+    workload = planner.workload(lengths, planner.kv_choices(lengths, policy, lambda name: [bits], may_lower=True))
+    budget = smallest_estimate(planner.size, workload).peak_bytes
+    plan = plan_residency(planner.size, workload, budget, SPEED)
+    assert plan is not None
+    peak = peak_of(tmp_path, plan, lengths, bits, planner.geometry(lengths), torch.float32, Sampler())
+    assert peak <= plan.estimate.peak_bytes <= 1.1 * peak
