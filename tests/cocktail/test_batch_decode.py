@@ -41,7 +41,7 @@ class Batch(Run):
         lengths = torch.randint(1, LONGEST + 1, (QUESTIONS,), generator=generator).tolist()
         self.suffixes = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
         scores = np.random.default_rng(3).standard_normal((QUESTIONS, LAYOUT.num_chunks))
-        self.plans: list[BitPlan] = [plan_bits(self.policy, row, 0.6, 0.1) for row in scores]
+        self.plans: list[BitPlan] = [plan_bits(self.policy, row, 0.6, 0.1, LAYOUT) for row in scores]
         self.geometry = KVGeometry.from_config(self.model.config, LAYOUT.context_len + LONGEST + MAX_TOKENS)
         prefill(self.model, self.cache(), self.context_ids, self.suffixes[0], self.plans[0], stored=self.stored)
         self.pool = BlockPool(self.geometry, LAYOUT)
