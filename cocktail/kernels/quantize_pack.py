@@ -24,6 +24,7 @@ def quantize_pack(
     scale_bits: int = 16,
     k_span: int = 1,
     clip_keys: bool = True,
+    clip_values: bool = False,
     allocate: Allocate | None = None,
 ) -> Segment:
     """One contiguous segment of the given blocks, in the given order.
@@ -38,6 +39,8 @@ def quantize_pack(
         scale_bits: 16, or 8 for scales and zeros that are 8-bit codes themselves; those of FP8 stay at 16.
         k_span: 1, 2 or 4: the chosen blocks among `k_span` neighbours, aligned in document order, share key scales.
         clip_keys: whether two-bit keys clip their outliers; False: plain minimum and maximum.
+        clip_values: whether values of two and three bits clip a fixed share of their range: for values that are
+            normally distributed, as rotated ones are (`rotation`); others lose by it.
         allocate: where the segment is held; None: new memory on the device of `key`.
 
     Raises:
@@ -69,11 +72,11 @@ def quantize_pack(
     shape = (key.shape[0], len(blocks), key.shape[2], key.shape[3])
     out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index)
     if len(blocks) and key.device.type != "meta":
-        _filler(key.device)(key, value, blocks, out, clip_keys)
+        _filler(key.device)(key, value, blocks, out, clip_keys, clip_values)
     return out
 
 
-def _filler(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, bool], None]:
+def _filler(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, bool, bool], None]:
     if device.type == "cuda" and gpu_kernels():
         from cocktail.kernels.quantize_pack_triton import quantize_pack_triton
 
