@@ -189,7 +189,8 @@ def make_answer(
         recorder.reporter.warn(warnings[-1])
     text = generation.text.rstrip()
     answered = is_answered(text)
-    reading, plan = job.reading, job.plans[index]
+    reading, plan = job.reading, cache.plan
+    assert plan is not None
     citations = cite(reading.tokenized, question, text, reading.scores[index], plan) if answered else ()
     document, kept = reading.document, len(reading.tokenized.token_ids)
     ended = time.perf_counter()

@@ -17,6 +17,10 @@ FP8 = 9  # e4m3, as segments number it
 LABELS = {FULL: "fp16", FP8: "fp8", 8: "int8", 4: "int4", 3: "int3", 2: "int2"}
 PAPER_LABELS = ("fp16", "int4", "int2")
 
+# Of the default plan: chunks that have one pair of bits and share key scales, the shares of them whose keys have 4 bits
+# and whose values have 3, and the share of those that score best.
+SPAN, KEY_SHARE, VALUE_SHARE, EVIDENCE_SHARE = 4, 0.5, 0.3, 0.1
+
 
 @dataclass(frozen=True)
 class Uniform:
@@ -74,6 +78,10 @@ class BitPlan:
     quantized chunks that lie farthest from the others of their layer, which change places with theirs.
     Keys at 16 bits whose values are quantized are rounded to `key_rounding` bits per token and head, if it is not 0.
     `clips_keys` says whether two-bit keys clip their outliers. All three are done in `cocktail.baselines` and below.
+
+    `span` neighbouring chunks of one pair of bits, aligned in document order, share key scales of `scale_bits`.
+    `rotates_values`: see `cocktail.rotation`. `movable` are the chunks, [num_chunks] bool, whole spans, whose bits a
+    layer's own attention deals out anew among them (`arranged`); None: none are.
     """
 
     policy: str
@@ -83,6 +91,10 @@ class BitPlan:
     outlier_chunks: int = 0
     key_rounding: int = 0
     clips_keys: bool = True
+    span: int = 1
+    scale_bits: int = 16
+    rotates_values: bool = False
+    movable: np.ndarray | None = None
 
     def layer(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The key bits and the value bits of one layer, each [num_chunks], int8."""
@@ -96,21 +108,52 @@ class BitPlan:
         full[: self.outlier_chunks] = False
         return np.flatnonzero(full)
 
+    def for_layers(self, count: int) -> BitPlan:
+        """The same with a row, which may be written to, for each of so many layers, and nothing left to move."""
+        rows = count // len(self.k_bits)
+        return replace(self, k_bits=self.k_bits.repeat(rows, 0), v_bits=self.v_bits.repeat(rows, 0), movable=None)
+
+    def arranged(self, index: int, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `layer`, with the most bits where most attention falls; no more and no fewer chunks have them.
+
+        Args:
+            index: of the layer.
+            mass: [num_chunks]: the attention weight on each chunk.
+        """
+        assert self.movable is not None
+        k_bits, v_bits = (bits.copy() for bits in self.layer(index))
+        chunks = np.flatnonzero(self.movable).reshape(-1, self.span)
+        held = chunks[:, 0]
+        by_mass = chunks[np.argsort(-mass[chunks].sum(axis=1), kind="stable")]
+        by_bits = held[np.lexsort((-v_bits[held], -k_bits[held]))]
+        k_bits[by_mass], v_bits[by_mass] = k_bits[by_bits][:, None], v_bits[by_bits][:, None]
+        return k_bits, v_bits
+
     def precision(self, chunk: int) -> str:
-        """The label of the precision that holds a chunk's keys in the first layer, but for outliers."""
-        is_place = chunk < self.outlier_chunks
-        return LABELS[int(self.k_bits[0].min() if is_place else self.k_bits[0, chunk])]
+        """The label of the precision that holds a chunk's keys in most layers, but for outliers."""
+        if chunk < self.outlier_chunks:
+            return LABELS[int(self.k_bits.min())]
+        widths, layers = np.unique(self.k_bits[:, chunk], return_counts=True)
+        return LABELS[int(widths[::-1][layers[::-1].argmax()])]
 
     def counts(self) -> dict[str, int]:
-        """How many chunks the first layer holds at each precision; one that the paper lacks only where it occurs."""
-        counts = {label: int((self.k_bits[0] == bits).sum()) for bits, label in LABELS.items()}
+        """How many chunks are held at each precision, by their keys: a layer's mean where layers differ.
+
+        One that the paper lacks is there only where it occurs.
+        """
+        layers, chunks = self.k_bits.shape
+        totals = {label: int((self.k_bits == bits).sum()) for bits, label in LABELS.items()}
+        counts = {label: total // layers for label, total in totals.items()}
+        most_left = sorted(totals, key=lambda label: totals[label] % layers, reverse=True)
+        for label in most_left[: chunks - sum(counts.values())]:
+            counts[label] += 1
         return {label: count for label, count in counts.items() if count or label in PAPER_LABELS}
 
 
 def plan_bits(
     policy: str, scores: np.ndarray, alpha: float, beta: float, layout: ContextLayout | None = None
 ) -> BitPlan:
-    """The plan of one question: the paper's rule, or one width for all chunks.
+    """The plan of one question: what `docs/quality.md` measures, the paper's rule, or one width for all chunks.
 
     Args:
         policy: "cocktail", "cocktail-paper", or one of `UNIFORM`.
@@ -125,10 +168,41 @@ def plan_bits(
     assert np.isfinite(scores).all(), "scores must be finite"
     if policy in UNIFORM:
         return _uniform_plan(policy, len(scores), layout)
+    if policy == "cocktail":
+        return _attention_plan(policy, scores)
     bits = _paper_rule(scores, alpha, beta).astype(np.int8)
     bits[:1] = FULL
     bits.flags.writeable = False
     return BitPlan(policy, bits[None], bits[None])
+
+
+def _attention_plan(policy: str, scores: np.ndarray) -> BitPlan:
+    """Keys at 4 or 2 bits and values at 3 or 2; where a layer's attention falls has more of both.
+
+    The best chunks by score have more in every layer, for evidence that the question's words do not point to. So has
+    the first span, which holds the sink, and the last one if it is short: the others can change places then, and the
+    plan takes the same bytes wherever attention falls.
+    """
+    chunks = len(scores)
+    spans = -(-chunks // SPAN)
+    best = np.array([scores[start : start + SPAN].max() for start in range(0, chunks, SPAN)])
+    order = np.argsort(-best, kind="stable")
+    fixed = np.zeros(spans, dtype=bool)
+    fixed[:1] = fixed[chunks // SPAN :] = True
+    fixed[order[~fixed[order]][: round(EVIDENCE_SHARE * spans)]] = True
+    others = order[~fixed[order]]
+
+    def dealt(high: int, share: float) -> np.ndarray:
+        bits = np.where(fixed, high, 2).astype(np.int8)
+        bits[others[: max(0, round(share * spans) - int(fixed.sum()))]] = high
+        bits = bits.repeat(SPAN)[:chunks]
+        bits[:1] = FULL
+        bits.flags.writeable = False
+        return bits[None]
+
+    movable = ~fixed.repeat(SPAN)[:chunks]
+    k_bits, v_bits = dealt(4, KEY_SHARE), dealt(3, VALUE_SHARE)
+    return BitPlan(policy, k_bits, v_bits, span=SPAN, scale_bits=8, rotates_values=True, movable=movable)
 
 
 def _uniform_plan(policy: str, chunks: int, layout: ContextLayout | None) -> BitPlan:
@@ -183,7 +257,8 @@ def history_plan(plan: BitPlan, layout: ContextLayout, recent_tokens: int, bits:
     def extended(document: np.ndarray) -> np.ndarray:
         return np.concatenate([document, np.repeat(added, len(document), axis=0)], axis=1)
 
-    return replace(plan, k_bits=extended(plan.k_bits), v_bits=extended(plan.v_bits))
+    movable = None if plan.movable is None else np.pad(plan.movable, (0, chunks))
+    return replace(plan, k_bits=extended(plan.k_bits), v_bits=extended(plan.v_bits), movable=movable)
 
 
 def within(plan: BitPlan, scores: np.ndarray, fits: Callable[[BitPlan], bool]) -> BitPlan:

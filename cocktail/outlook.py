@@ -11,7 +11,7 @@ import torch
 
 from cocktail.bit_plan import LABELS, NOTES, BitPlan, plan_bits
 from cocktail.config import Config
-from cocktail.context import ContextLayout, segment_bytes
+from cocktail.context import bytes_by_key_bits
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.residency import (
     NO_DRAFT,
@@ -204,13 +204,8 @@ class Outlook:
     def kv_bytes(self, policy: str) -> KvBytes:
         """What the KV cache takes by a policy, for the first question."""
         bits, layout = self.bits(policy)[0], self.lengths.layout
-        by_precision = {}
-        for width, label in LABELS.items():
-            chosen = bits.k_bits[0] == width
-            if chosen.any():
-                alone = ContextLayout(0, int(chosen.sum()), layout.chunk_size, 0)
-                kept = BitPlan(policy, bits.k_bits[:, chosen], bits.v_bits[:, chosen])
-                by_precision[label] = segment_bytes(self.geometry, alone, kept, self._itemsize)
+        widths = bytes_by_key_bits(self.geometry, layout, bits, self._itemsize)
+        by_precision = {label: widths[width] for width, label in LABELS.items() if width in widths}
         total = self._choices(self.lengths, policy, may_lower=False)[0].nbytes
         fp16 = 2 * self.geometry.values_per_token * self.lengths.total
         return KvBytes(policy, bits.counts(), by_precision, total - sum(by_precision.values()), total, fp16)

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from cocktail.attention import forward_logits
 from cocktail.bit_plan import BitPlan
 from cocktail.context import LayerContext
-from cocktail.kv_cache import ContextMask, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import ContextMask
 from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.budget import MAX_SEGMENT_TOKENS
 from cocktail.offloaded_model import Offload
@@ -27,13 +28,6 @@ class ContextSink(Protocol):
 
     def shares(self, context: LayerContext) -> bool:
         """Whether a context is kept itself, so that no other layer may be written to it."""
-
-
-class ContextSource(Protocol):
-    """Has a document's unquantized KV."""
-
-    def layer(self, index: int) -> LayerContext:
-        """A layer's, on the device."""
 
 
 class ContextBeginning(Protocol):
@@ -134,7 +128,7 @@ def prefill(
     windows -= set() if cache.masks_causal else {None}
     masks = {w: ContextMask(max_rows, context_len, w, cache.dtype, device) for w in windows}
     context = cache.new_context()
-    rows = _home_of_rows(offload, hidden_on_host)
+    rows = home_of_rows(offload, hidden_on_host)
 
     def run_layer(index: int, run: Callable[[int, int], None]) -> None:
         nonlocal context
@@ -188,7 +182,7 @@ def extend(
         Logits of the last position, [vocab_size], the model's dtype.
     """
     first, rows, length = cache.tail_len, ids.shape[0], cache.get_seq_length()
-    home = _home_of_rows(offload, hidden_on_host)
+    home = home_of_rows(offload, hidden_on_host)
 
     def positions(start: int, stop: int, device: torch.device) -> torch.Tensor:
         return torch.arange(length + start, length + stop, device=device)
@@ -262,19 +256,23 @@ class HostRows(DeviceRows):
         return self._accelerator.fetch(rows)
 
 
-def _home_of_rows(offload: Offload | None, hidden_on_host: bool) -> DeviceRows:
+def home_of_rows(offload: Offload | None, hidden_on_host: bool) -> DeviceRows:
+    """Where hidden states are while the layers run."""
     return HostRows(offload) if offload is not None and hidden_on_host else DeviceRows()
 
 
 @contextmanager
 def layer_major(
-    model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None], rows: DeviceRows
+    model: PreTrainedModel,
+    run_layer: Callable[[int, Callable[[int, int], None]], None],
+    rows: DeviceRows,
+    last_rows: int = 1,
 ) -> Iterator[None]:
     """Wraps every decoder layer so that one forward pass hands each layer to `run_layer`.
 
     `run_layer(index, run)` calls `run(start, stop)` for every span of token rows in the order it wants; the
-    hidden states of a span are replaced in place. The last layer returns its last row only, so that final
-    norm and head see one position.
+    hidden states of a span are replaced in place. The last layer returns its last row only, or the last
+    `last_rows`, so that final norm and head see no more positions.
     """
     layers: Sequence[torch.nn.Module] = model.get_decoder().layers
     originals = [layer.forward for layer in layers]
@@ -295,7 +293,7 @@ def layer_major(
             returns_tuple: list[bool] = []
             with rows.in_layer():
                 run_layer(index, run)
-            result = rows.take_last(hidden_states[:, -1:]) if index == len(layers) - 1 else hidden_states
+            result = rows.take_last(hidden_states[:, -last_rows:]) if index == len(layers) - 1 else hidden_states
             return (result,) if returns_tuple[-1] else result
 
         return forward_in_spans

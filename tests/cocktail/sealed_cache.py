@@ -10,11 +10,12 @@ import torch
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, LayerContext
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
-from cocktail.kv_cache import ContextMask, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import ContextMask
 from tests.kernels.dense_reference import dense_attention, gentle_query, outlier_keys, round_trip_block
 
 
-def paper_plan(num_chunks: int, seed: int = 0, policy: str = "cocktail") -> BitPlan:
+def paper_plan(num_chunks: int, seed: int = 0, policy: str = "cocktail-paper") -> BitPlan:
     """The plan of random scores."""
     return plan_bits(policy, np.random.default_rng(seed).standard_normal(num_chunks), 0.6, 0.1)
 

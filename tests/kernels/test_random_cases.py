@@ -40,8 +40,8 @@ def random_segment(
     widths = rng.choice(WIDTHS), rng.choice(WIDTHS)
 
     def fill(key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, out: Segment, *clips: bool) -> None:
-        given = dict(zip(("clip_keys", "clip_values"), clips, strict=True))
-        made = quantize_pack(key, value, chosen, *widths, value_group_size(head_dim), **given, **options)
+        given: dict[str, Any] = dict(zip(("clip_keys", "clip_values"), clips, strict=True))
+        made = quantize_pack(key, value, chosen, *widths, value_group_size(head_dim), **(given | options))
         for name in BY_BLOCK:
             if getattr(out, name) is not None:
                 getattr(out, name).copy_(getattr(made, name))
