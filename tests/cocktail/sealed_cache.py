@@ -157,4 +157,10 @@ def sealed_cache(
             cache.update(key[None, :, span], value[None, :, span], layer)
         cache.seal(layer, context, plan)
         sealed.contexts.append(LayerContext(key, value))
+        if plan.movable is not None and window is None:
+            query = gentle_query(2 * geometry.num_kv_heads, 3, key, generator).to(dtype)
+            cache.begin_tail(0, torch.ones((3, 3), dtype=torch.bool), layout.context_len + torch.arange(3))
+            cache.update(key[None, :, :3], value[None, :, :3], layer)[0].attend(query, sealed.scaling)
+    if cache.plan is not None:
+        sealed.plan = cache.plan
     return sealed

@@ -23,7 +23,8 @@ def held_tensors(cache: MixedKVCache) -> list[torch.Tensor]:
     held = []
     for layer in cache.kv_layers:
         for part in (vars(layer), *(vars(segment) for segment in layer.segments)):
-            held += [value for value in part.values() if isinstance(value, torch.Tensor)]
+            # The rotation is one for all caches.
+            held += [value for name, value in part.items() if name != "rotation" and isinstance(value, torch.Tensor)]
     return held
 
 
