@@ -76,20 +76,14 @@ def forward_logits(
     Returns:
         [rows kept, vocab_size], the model's dtype.
     """
-    output = _forward(model, input_ids, position_ids, cache, logits_to_keep=logits_to_keep)
-    logits: torch.Tensor = output.logits[0]
-    return logits
-
-
-def forward_hidden(
-    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache
-) -> torch.Tensor:
-    """As `forward_logits` without the head: [rows, hidden_size] behind the last norm."""
-    hidden: torch.Tensor = _forward(model.get_decoder(), input_ids, position_ids, cache).last_hidden_state[0]
-    return hidden
-
-
-def _forward(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, **options: Any) -> Any:
     # transformers 5.24 renamed the argument.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=True, **options, **{name: cache})
+    output = model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        use_cache=True,
+        logits_to_keep=logits_to_keep,
+        **{name: cache},
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits

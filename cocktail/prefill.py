@@ -128,7 +128,7 @@ def prefill(
     windows -= set() if cache.masks_causal else {None}
     masks = {w: ContextMask(max_rows, context_len, w, cache.dtype, device) for w in windows}
     context = cache.new_context()
-    rows = home_of_rows(offload, hidden_on_host)
+    rows = _home_of_rows(offload, hidden_on_host)
 
     def run_layer(index: int, run: Callable[[int, int], None]) -> None:
         nonlocal context
@@ -182,7 +182,7 @@ def extend(
         Logits of the last position, [vocab_size], the model's dtype.
     """
     first, rows, length = cache.tail_len, ids.shape[0], cache.get_seq_length()
-    home = home_of_rows(offload, hidden_on_host)
+    home = _home_of_rows(offload, hidden_on_host)
 
     def positions(start: int, stop: int, device: torch.device) -> torch.Tensor:
         return torch.arange(length + start, length + stop, device=device)
@@ -256,23 +256,19 @@ class HostRows(DeviceRows):
         return self._accelerator.fetch(rows)
 
 
-def home_of_rows(offload: Offload | None, hidden_on_host: bool) -> DeviceRows:
-    """Where hidden states are while the layers run."""
+def _home_of_rows(offload: Offload | None, hidden_on_host: bool) -> DeviceRows:
     return HostRows(offload) if offload is not None and hidden_on_host else DeviceRows()
 
 
 @contextmanager
 def layer_major(
-    model: PreTrainedModel,
-    run_layer: Callable[[int, Callable[[int, int], None]], None],
-    rows: DeviceRows,
-    last_rows: int = 1,
+    model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None], rows: DeviceRows
 ) -> Iterator[None]:
     """Wraps every decoder layer so that one forward pass hands each layer to `run_layer`.
 
     `run_layer(index, run)` calls `run(start, stop)` for every span of token rows in the order it wants; the
-    hidden states of a span are replaced in place. The last layer returns its last row only, or the last
-    `last_rows`, so that final norm and head see no more positions.
+    hidden states of a span are replaced in place. The last layer returns its last row only, so that final
+    norm and head see one position.
     """
     layers: Sequence[torch.nn.Module] = model.get_decoder().layers
     originals = [layer.forward for layer in layers]
@@ -293,7 +289,7 @@ def layer_major(
             returns_tuple: list[bool] = []
             with rows.in_layer():
                 run_layer(index, run)
-            result = rows.take_last(hidden_states[:, -last_rows:]) if index == len(layers) - 1 else hidden_states
+            result = rows.take_last(hidden_states[:, -1:]) if index == len(layers) - 1 else hidden_states
             return (result,) if returns_tuple[-1] else result
 
         return forward_in_spans

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -13,7 +12,7 @@ from cocktail.answer import CacheStats
 from cocktail.bit_plan import BitPlan, history_plan
 from cocktail.block_pool import BlockPool
 from cocktail.config import Config
-from cocktail.context import ContextLayout, ContextSource, KVGeometry
+from cocktail.context import ContextLayout, ContextSource
 from cocktail.history import FollowedContext, History
 from cocktail.job import Job
 from cocktail.kept_beginning import KeptBeginning
@@ -21,25 +20,12 @@ from cocktail.kept_context import KeepingKV, KeptKV, Sinks
 from cocktail.kv_cache import MixedKVCache
 from cocktail.kv_file import DamagedKVError
 from cocktail.model import LoadedModel
-from cocktail.model_folder import models_dir, weights_key
+from cocktail.model_folder import models_dir
 from cocktail.offload.accelerator import wait_for
 from cocktail.offloaded_model import free_host_bytes
 from cocktail.prefill import ContextSink, StoredContext, extend, prefill
 from cocktail.report import Reporter
-from cocktail.sensitivity import (
-    Sensitivity,
-    dealt_to_layers,
-    keep_sensitivity,
-    kept_sensitivity,
-    least_tokens,
-    measure_sensitivity,
-    probe_tokens,
-    sensitivity_key,
-)
 from cocktail.stopwatch import Stopwatch
-
-# About the text of `cocktail.sensitivity`.
-_PROBE_QUESTION = "Who led the fire brigade when the warehouse burned?"
 
 
 @dataclass(frozen=True)
@@ -81,43 +67,6 @@ class PrefilledContext:
         with watch.measure("prefill"):
             return self.read_after(self._job.reading.suffixes[index], self._job.plans[index])
 
-    @cached_property
-    def _sensitivity(self) -> Sensitivity | None:
-        """How much the model's layers lose by few bits, measured if it never was; None for a short document.
-
-        It is measured before anything else is held, in less memory than the prefill of the document takes.
-        """
-        job, loaded = self._job, self._loaded
-        layers = job.geometry.num_layers
-        if job.layout.context_len < least_tokens(layers):
-            return None
-        folder = models_dir(self._config).parent
-        key = sensitivity_key(weights_key(loaded.folder.path), loaded.device, loaded.dtype)
-        if (known := kept_sensitivity(folder, key, layers)) is not None:
-            return known
-        prompt, tokenizer = job.reading.prompt, job.reading.tokenizer
-        ids = probe_tokens(tokenizer, prompt.prefix_ids, prompt.suffix_ids(tokenizer, _PROBE_QUESTION, None))
-        with self._reporter.stage("sensitivity", layers, "layers") as advance, loaded.active():
-            measured = measure_sensitivity(
-                loaded.model,
-                self._on_home(ids),
-                KVGeometry.from_config(job.reading.hf_config, len(ids)),
-                loaded.device,
-                segment_tokens=job.segment_tokens,
-                offload=loaded.offload,
-                hidden_on_host=job.residency.hidden_on_host,
-                advance=advance,
-            )
-            wait_for(loaded.device)
-        keep_sensitivity(folder, key, measured)
-        return measured
-
-    def _for_layers(self, plan: BitPlan) -> BitPlan:
-        """A question's plan with more bits for the layers that need them; it takes the same bytes."""
-        if plan.movable is None or self._sensitivity is None:
-            return plan
-        return dealt_to_layers(plan, self._sensitivity, self._job.geometry)
-
     def read_after(
         self, ids: Sequence[int], plan: BitPlan, history: History | None = None
     ) -> tuple[MixedKVCache, torch.Tensor]:
@@ -131,7 +80,6 @@ class PrefilledContext:
             plan: bits of the document's chunks.
             history: None if there is none.
         """
-        plan = self._for_layers(plan)
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
@@ -160,7 +108,7 @@ class PrefilledContext:
             indices: of the questions, at least one.
             pool: of this document.
         """
-        job, plans = self._job, [self._for_layers(self._job.plans[index]) for index in indices]
+        job, plans = self._job, [self._job.plans[index] for index in indices]
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
