@@ -131,7 +131,7 @@ class BatchView:
             first = stop
 
     def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of what these slots hold, as `write` takes it."""
+        """Room for what `write` takes: a copy of what these slots hold, values rotated where the layers' are."""
         held = [(layer.key[:, slots], layer.value[:, slots]) for layer, slots in self._slots()]
         key, value = zip(*held, strict=True)
         return torch.cat(key, dim=1), torch.cat(value, dim=1)

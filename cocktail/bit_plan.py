@@ -129,6 +129,11 @@ class BitPlan:
         k_bits[by_mass], v_bits[by_mass] = k_bits[by_bits][:, None], v_bits[by_bits][:, None]
         return k_bits, v_bits
 
+    @property
+    def draft_chunks(self) -> np.ndarray:
+        """The chunks that a model which drafts reads, ascending: those that have the most bits in every layer."""
+        return self.unquantized if self.movable is None else np.flatnonzero(~self.movable)
+
     def precision(self, chunk: int) -> str:
         """The label of the precision that holds a chunk's keys in most layers, but for outliers."""
         if chunk < self.outlier_chunks:

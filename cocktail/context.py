@@ -301,7 +301,7 @@ def chunk_segment(
     return quantize_pack(
         key,
         value,
-        torch.from_numpy(chunks).to(key.device),
+        torch.from_numpy(chunks),
         *pair,
         value_group_size(key.shape[-1]),
         scale_bits=plan.scale_bits,

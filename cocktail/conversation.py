@@ -242,10 +242,10 @@ class Conversation:
         assert self._open is not None
         job, config = self._open.job, self._config
         history_bits, most_bytes = job.residency.history_bits, job.residency.kv_bytes
-        most_read = max(len(plan.unquantized) for plan in job.plans)
+        most_read = max(len(plan.draft_chunks) for plan in job.plans)
 
         def fits(plan: BitPlan) -> bool:
-            if job.draft_model is not None and len(plan.unquantized) > most_read:
+            if job.draft_model is not None and len(plan.draft_chunks) > most_read:
                 return False
             return kv_bytes(job.geometry, job.lengths, plan, history_bits, job.itemsize) <= most_bytes
 

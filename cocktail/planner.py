@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import FULL, UNIFORM, BitPlan, history_plan, plan_bits
+from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
 from cocktail.draft import FOLLOWED_ROWS
 from cocktail.dry_run import DryRun
@@ -80,8 +80,8 @@ class Lengths:
 
 
 def draft_lengths(lengths: Lengths, bits: Sequence[BitPlan]) -> Lengths:
-    """Those of a model that drafts, for the question that leaves it most to read: no chunk that is quantized."""
-    chunks = max(len(plan.unquantized) for plan in bits)
+    """Those of a model that drafts, for the question that leaves it most to read."""
+    chunks = max(len(plan.draft_chunks) for plan in bits)
     return replace(
         lengths,
         document=chunks * lengths.chunk_size + lengths.layout.remainder_len,
@@ -145,7 +145,7 @@ class Planner:
 
     def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
         """A run of some lengths, its KV cache held by the first choice that fits."""
-        policy = kv[0].policy if kv[0].policy in UNIFORM else "int4"
+        policy = "int4" if kv[0].policy == "cocktail-paper" else kv[0].policy
 
         @cache
         def activations(segment_tokens: int, hidden_on_host: bool) -> Activations:

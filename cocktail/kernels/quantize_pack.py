@@ -32,7 +32,8 @@ def quantize_pack(
     Args:
         key: [num_kv_heads, num_blocks, block_size, head_dim], run dtype, any strides: a layer's keys after RoPE.
         value: as `key`.
-        blocks: [num_chosen], int64, ascending: which blocks go into the segment (the paper's reordering).
+        blocks: [num_chosen], int64, ascending, best in host memory: which blocks go into the segment (the paper's
+            reordering).
         k_bits: 2, 3, 4, 8, FP8, or 16 (unquantized); one scale per channel and block.
         v_bits: as `k_bits`; one scale per token and group of `v_group_size` channels.
         v_group_size: a divisor of head_dim.
@@ -65,14 +66,14 @@ def quantize_pack(
         return torch.empty(shape, dtype=dtype, device=key.device)
 
     allocate = on_device if allocate is None else allocate
-    scale_index = None
+    scale_index, num_scales = None, len(blocks)
     if k_span > 1 and k_bits != UNQUANTIZED and len(blocks):
-        _, rows = torch.unique_consecutive(blocks // k_span, return_inverse=True)
-        scale_index = allocate(rows.shape, torch.int32).copy_(rows)
+        units, rows = torch.unique_consecutive(blocks // k_span, return_inverse=True)
+        scale_index, num_scales = allocate(rows.shape, torch.int32).copy_(rows), len(units)
     shape = (key.shape[0], len(blocks), key.shape[2], key.shape[3])
-    out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index)
+    out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index, num_scales)
     if len(blocks) and key.device.type != "meta":
-        _filler(key.device)(key, value, blocks, out, clip_keys, clip_values)
+        _filler(key.device)(key, value, blocks.to(key.device), out, clip_keys, clip_values)
     return out
 
 
