@@ -17,9 +17,38 @@ FP8 = 9  # e4m3, as segments number it
 LABELS = {FULL: "fp16", FP8: "fp8", 8: "int8", 4: "int4", 3: "int3", 2: "int2"}
 PAPER_LABELS = ("fp16", "int4", "int2")
 
-# Of the default plan: chunks that have one pair of bits and share key scales, the shares of them whose keys have 4 bits
-# and whose values have 3, and the share of those that score best.
-SPAN, KEY_SHARE, VALUE_SHARE, EVIDENCE_SHARE = 4, 0.5, 0.3, 0.1
+# Of plans by attention: chunks that have one pair of bits and share key scales, and the share of these spans that score
+# best and have the more bits in every layer.
+SPAN, EVIDENCE_SHARE = 4, 0.1
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Which bits a plan by attention deals out.
+
+    Each pair is the fewer and the more; the shares are of spans that have the more.
+    """
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    key_share: float
+    value_share: float
+
+    @classmethod
+    def on_ladder(cls, height: float) -> Widths:
+        """Those of a height from 0, where nearly all is at 2 bits, to 4, where nothing is quantized.
+
+        At 0.5 they are `DEFAULT_WIDTHS`: bits go to keys first, where 2 of them lose most.
+        """
+        step = min(int(height), len(_LADDER) - 1)
+        share = height - step
+        keys, values = _LADDER[step]
+        return cls(keys, values, share, 0.6 * share if share <= 0.5 else 1.4 * share - 0.4)
+
+
+_LADDER = (((2, 4), (2, 3)), ((4, 8), (3, 4)), ((8, FULL), (4, 8)), ((FULL, FULL), (8, FULL)))
+DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.5, 0.3)
+LOW_WIDTHS = Widths((2, 4), (2, 3), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +110,7 @@ class BitPlan:
 
     `span` neighbouring chunks of one pair of bits, aligned in document order, share key scales of `scale_bits`.
     `rotates_values`: see `cocktail.rotation`. `movable` are the chunks, [num_chunks] bool, whole spans, whose bits a
-    layer's own attention deals out anew among them (`arranged`); None: none are.
+    layer's own attention deals out anew among them (`arranged`); None: none are. `widths` are those of such a plan.
     """
 
     policy: str
@@ -95,6 +124,7 @@ class BitPlan:
     scale_bits: int = 16
     rotates_values: bool = False
     movable: np.ndarray | None = None
+    widths: Widths | None = None
 
     def layer(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The key bits and the value bits of one layer, each [num_chunks], int8."""
@@ -156,16 +186,22 @@ class BitPlan:
 
 
 def plan_bits(
-    policy: str, scores: np.ndarray, alpha: float, beta: float, layout: ContextLayout | None = None
+    policy: str,
+    scores: np.ndarray,
+    alpha: float,
+    beta: float,
+    layout: ContextLayout | None = None,
+    widths: Widths = DEFAULT_WIDTHS,
 ) -> BitPlan:
     """The plan of one question: what `docs/quality.md` measures, the paper's rule, or one width for all chunks.
 
     Args:
-        policy: "cocktail", "cocktail-paper", or one of `UNIFORM`.
+        policy: "cocktail", "cocktail-low", its form with the fewest bits, "cocktail-paper", or one of `UNIFORM`.
         scores: [num_chunks], finite; higher means closer to the question.
         alpha: Share of the score range, from its bottom, below which a chunk gets 2 bits.
         beta: Share of the score range, from its top, above which a chunk stays unquantized.
         layout: of the context; policies that leave its last tokens unquantized need it.
+        widths: of "cocktail".
 
     Cocktail (arXiv 2503.23294), section III-B, equations 2 and 3.
     differs: the first chunk is never quantized, because attention sinks there; only the baselines of other papers do.
@@ -173,16 +209,16 @@ def plan_bits(
     assert np.isfinite(scores).all(), "scores must be finite"
     if policy in UNIFORM:
         return _uniform_plan(policy, len(scores), layout)
-    if policy == "cocktail":
-        return _attention_plan(policy, scores)
+    if policy in ("cocktail", "cocktail-low"):
+        return _attention_plan(policy, scores, widths if policy == "cocktail" else LOW_WIDTHS)
     bits = _paper_rule(scores, alpha, beta).astype(np.int8)
     bits[:1] = FULL
     bits.flags.writeable = False
     return BitPlan(policy, bits[None], bits[None])
 
 
-def _attention_plan(policy: str, scores: np.ndarray) -> BitPlan:
-    """Keys at 4 or 2 bits and values at 3 or 2; where a layer's attention falls has more of both.
+def _attention_plan(policy: str, scores: np.ndarray, widths: Widths) -> BitPlan:
+    """Keys at 4 or 2 bits and values at 3 or 2, or others; where a layer's attention falls has more of both.
 
     The best chunks by score have more in every layer, for evidence that the question's words do not point to. So has
     the first span, which holds the sink, and the last one if it is short: the others can change places then, and the
@@ -197,8 +233,9 @@ def _attention_plan(policy: str, scores: np.ndarray) -> BitPlan:
     fixed[order[~fixed[order]][: round(EVIDENCE_SHARE * spans)]] = True
     others = order[~fixed[order]]
 
-    def dealt(high: int, share: float) -> np.ndarray:
-        bits = np.where(fixed, high, 2).astype(np.int8)
+    def dealt(pair: tuple[int, int], share: float) -> np.ndarray:
+        low, high = pair
+        bits = np.where(fixed, high, low).astype(np.int8)
         bits[others[: max(0, round(share * spans) - int(fixed.sum()))]] = high
         bits = bits.repeat(SPAN)[:chunks]
         bits[:1] = FULL
@@ -206,8 +243,8 @@ def _attention_plan(policy: str, scores: np.ndarray) -> BitPlan:
         return bits[None]
 
     movable = ~fixed.repeat(SPAN)[:chunks]
-    k_bits, v_bits = dealt(4, KEY_SHARE), dealt(3, VALUE_SHARE)
-    return BitPlan(policy, k_bits, v_bits, span=SPAN, scale_bits=8, rotates_values=True, movable=movable)
+    k_bits, v_bits = dealt(widths.keys, widths.key_share), dealt(widths.values, widths.value_share)
+    return BitPlan(policy, k_bits, v_bits, span=SPAN, scale_bits=8, rotates_values=True, movable=movable, widths=widths)
 
 
 def _uniform_plan(policy: str, chunks: int, layout: ContextLayout | None) -> BitPlan:

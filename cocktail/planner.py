@@ -30,14 +30,14 @@ from cocktail.offload.residency import DraftModelNeeds, KvChoice, Workload, smal
 from cocktail.sampling import DRAW_BYTES
 
 # What the KV cache is held at, best first, where nothing fits at the precision asked for. A baseline that is held
-# otherwise is none: of those only KIVI has a lower form.
+# otherwise is none: of those only KIVI has a lower form. With a --kv-budget of its own "cocktail" has none either.
 LOWER_KV = {
     "fp16": ("int8", "int4", "int2"),
     "int8": ("int4", "int2"),
     "fp8": ("int4", "int2"),
     "int4": ("int2",),
     "kivi-4": ("kivi",),
-    "cocktail": ("int2",),
+    "cocktail": ("cocktail-low",),
     "cocktail-paper": ("int2",),
 }
 # What a chat's older turns are held at where the budget has no room for them unquantized.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,6 +26,7 @@ from cocktail.offload.accelerator import wait_for
 from cocktail.offloaded_model import free_host_bytes
 from cocktail.prefill import ContextSink, StoredContext, extend, prefill
 from cocktail.report import Reporter
+from cocktail.sensitivity import Sensitivity, dealt_to_layers, known_sensitivity
 from cocktail.stopwatch import Stopwatch
 
 
@@ -67,6 +69,16 @@ class PrefilledContext:
         with watch.measure("prefill"):
             return self.read_after(self._job.reading.suffixes[index], self._job.plans[index])
 
+    @cached_property
+    def _sensitivity(self) -> Sensitivity | None:
+        return known_sensitivity(self._loaded.folder.path, self._job.geometry.num_layers)
+
+    def _for_layers(self, plan: BitPlan) -> BitPlan:
+        """A question's plan with more bits for the layers that need them; it takes the same bytes."""
+        if plan.movable is None or self._sensitivity is None:
+            return plan
+        return dealt_to_layers(plan, self._sensitivity, self._job.geometry)
+
     def read_after(
         self, ids: Sequence[int], plan: BitPlan, history: History | None = None
     ) -> tuple[MixedKVCache, torch.Tensor]:
@@ -80,6 +92,7 @@ class PrefilledContext:
             plan: bits of the document's chunks.
             history: None if there is none.
         """
+        plan = self._for_layers(plan)
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
@@ -108,7 +121,7 @@ class PrefilledContext:
             indices: of the questions, at least one.
             pool: of this document.
         """
-        job, plans = self._job, [self._job.plans[index] for index in indices]
+        job, plans = self._job, [self._for_layers(self._job.plans[index]) for index in indices]
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:

@@ -70,6 +70,7 @@ def ask(
     stop: options.Stop = None,
     system: options.System = None,
     kv: options.Kv = None,
+    kv_budget: options.KvBudget = None,
     scorer: options.Scorer = None,
     chunk_size: options.ChunkSize = None,
     restate: options.Restate = None,

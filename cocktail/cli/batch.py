@@ -102,6 +102,7 @@ def batch(
     stop: options.Stop = None,
     system: options.System = None,
     kv: options.Kv = None,
+    kv_budget: options.KvBudget = None,
     scorer: options.Scorer = None,
     chunk_size: options.ChunkSize = None,
     restate: options.Restate = None,

@@ -16,7 +16,7 @@ from cocktail.cli.bench_e2e import bench_e2e
 from cocktail.cli.bench_needle import bench_needle
 from cocktail.cli.bench_offload import bench_offload
 from cocktail.cli.bench_quality import bench_quality
-from cocktail.cli.options import GroupedCommand, help_alone
+from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.errors import UsageError
 
 bench_app = typer.Typer(help="Measure Cocktail beside other programs.", rich_markup_mode=None)

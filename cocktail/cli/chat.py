@@ -59,6 +59,7 @@ def chat(
     system: options.System = None,
     history: options.History = None,
     kv: options.Kv = None,
+    kv_budget: options.KvBudget = None,
     scorer: options.Scorer = None,
     chunk_size: options.ChunkSize = None,
     restate: options.Restate = None,

@@ -11,7 +11,7 @@ import torch
 from cocktail import attention_mass
 from cocktail.attention_mass import MASS_ROWS, chunk_mass
 from cocktail.batch_cache import BatchCache
-from cocktail.bit_plan import EVIDENCE_SHARE, FULL, KEY_SHARE, SPAN, VALUE_SHARE, BitPlan, plan_bits
+from cocktail.bit_plan import DEFAULT_WIDTHS, EVIDENCE_SHARE, FULL, SPAN, BitPlan, Widths, plan_bits
 from cocktail.block_pool import BlockPool, shared_bytes
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, planned_bytes
 from cocktail.kv_cache import MixedKVCache
@@ -58,8 +58,8 @@ def test_shares_of_the_default_plan() -> None:
     plan = plan_bits("cocktail", scores, 0.6, 0.1)
     keys, values = plan.k_bits[0], plan.v_bits[0]
     assert (keys[0], values[0]) == (FULL, FULL)
-    assert (keys == 4).sum() == 400 * KEY_SHARE - 1
-    assert (values == 3).sum() == 400 * VALUE_SHARE - 1
+    assert (keys == 4).sum() == 400 * DEFAULT_WIDTHS.key_share - 1
+    assert (values == 3).sum() == 400 * DEFAULT_WIDTHS.value_share - 1
     assert set(keys[1:].tolist()) == {2, 4}
     assert set(values[1:].tolist()) == {2, 3}
     best = scores.reshape(-1, SPAN).max(axis=1).argsort()[::-1][: round(400 / SPAN * EVIDENCE_SHARE)]
@@ -83,6 +83,20 @@ def test_documents_of_every_length_have_a_plan_whose_bytes_do_not_depend_on_atte
         sizes.add(planned_bytes(geometry, layout, arranged, 4, 2))
         assert planned_bytes(geometry, layout, plan, 4, 2) in sizes
     assert len(sizes) == 1
+
+
+def test_the_ladder_of_budgets_has_no_gap_and_passes_the_default() -> None:
+    scores, geometry, sizes = np.arange(100.0), KVGeometry(2, 64, (None,)), []
+    layout = ContextLayout(0, 100, 32, 0)
+    for height in np.linspace(0, 4, 81).tolist():
+        plan = plan_bits("cocktail", scores, 0.6, 0.1, layout, Widths.on_ladder(height))
+        sizes.append(planned_bytes(geometry, layout, plan, 0, 2))
+    assert sizes == sorted(sizes)
+    assert max(np.diff(sizes)) < 0.06 * sizes[-1]
+    assert Widths.on_ladder(0.5) == DEFAULT_WIDTHS
+    assert sizes[-1] == 2 * 2 * 2 * 64 * 3200
+    low = plan_bits("cocktail-low", scores, 0.6, 0.1, layout)
+    assert planned_bytes(geometry, layout, low, 0, 2) == sizes[0] < 0.16 * sizes[-1]
 
 
 def test_attention_deals_out_what_there_is_and_leaves_evidence_where_it_was() -> None:
