@@ -181,7 +181,9 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     ]
     strip = heat_strip(scores, precisions, width, colored=colored)
     table = aligned(("score", "kept", "page", "text"), top)
-    return [*lines, "", f"{inspection.plan.policy}: {counts}", *strip, "", table]
+    by_attention = inspection.plan.movable is not None
+    note = " by score; each layer's attention deals them out anew" if by_attention else ""
+    return [*lines, "", f"{inspection.plan.policy}: {counts}{note}", *strip, "", table]
 
 
 def _scores(inspection: Inspection) -> list[float]:

@@ -23,14 +23,14 @@ def config(tiny_folder: Path, tmp_path: Path) -> Config:
 def sealed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Receives what every layer's context is quantized from."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    seal = MixedKVCache.seal
+    prepared = kv_cache.prepared
 
-    def watched(cache, layer_idx, context, plan):  # type: ignore[no-untyped-def]
+    def watched(context, *others):  # type: ignore[no-untyped-def]
         if context.key.device.type != "meta":  # the planner's
             seen.append((context.key.clone(), context.value.clone()))
-        seal(cache, layer_idx, context, plan)
+        return prepared(context, *others)
 
-    monkeypatch.setattr(MixedKVCache, "seal", watched)
+    monkeypatch.setattr(kv_cache, "prepared", watched)
     return seen
 
 
