@@ -76,10 +76,10 @@ def paragraphs_of(text: str) -> Iterator[tuple[int, int]]:
         start = match.end()
 
 
-def load(tokenizer: Any, tokens: int) -> tuple[list[str], list[Asked]]:
+def load(tokenizer: Any, tokens: int, language: str = "en") -> tuple[list[str], list[Asked]]:
     """The windows' texts and the questions."""
     rows = [json.loads(line) for line in (DATA / "qa/xquad/questions.jsonl").read_text("utf-8").splitlines()]
-    rows = [row for row in rows if row["source"] == "XQuAD/en"]
+    rows = [row for row in rows if row["source"] == f"XQuAD/{language}"]
     text = (DATA / rows[0]["document"]).read_text("utf-8")
     windows = windows_of(text, tokenizer, tokens)
     paragraphs = list(paragraphs_of(text))
