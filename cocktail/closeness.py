@@ -12,7 +12,7 @@ from cocktail.chunk import TokenizedDocument
 from cocktail.citation import best_quotes
 from cocktail.score import words
 
-# The figures behind these are in docs/quality.md, "Answers, citations and what is not in the document".
+# The figures behind these are in docs/quality.md, "Answers and citations".
 FLOORS = {"minilm": 0.45}  # the best chunk's cosine, below which nothing is close; scorers whose scale was measured
 WORDS_FLOOR = 0.5  # in its place for any other scorer: the share of the question's words that the document has
 COVERAGE = 0.25  # of the question's words by weight, in the best quote

@@ -2,9 +2,11 @@
 
     python tests/bench/answer_quality.py --half report --restate 0 3 -o answers.jsonl
 
-XQuAD's English document is cut at paragraphs into windows of 4,000 tokens. Each question is asked about the window of
-its own article, and moved to a window without it. The questions are halved by a hash of their ids: `develop` is for
-choosing, `report` for the figures in docs/quality.md. A run that was stopped goes on where it was.
+XQuAD's articles in turn belong to one half and to the other; a half's articles are joined and cut at paragraphs into
+windows of 4,000 tokens. HotpotQA's questions, each with a document of its own, are halved in turn. Each question is
+asked about its own document and, moved, about another one of its half that lacks its article. `develop` is for
+choosing, `report` for the figures in docs/quality.md. `--restate 0` is the bare document: the first value given is
+what the others are compared with. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,55 +21,91 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cocktail.answer import Answer
+from cocktail.bench.answer_metrics import best_contains, best_score
+from cocktail.bench.bootstrap import bootstrap_interval
 from cocktail.config import Config
 from cocktail.engine import Request, answer_questions
 from cocktail.loaded_models import LoadedModels
 from cocktail.model import load_tokenizer
 from cocktail.model_source import resolve_model
 from cocktail.report import SilentReporter
-from cocktail.score import words
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
-HALVES = ("report", "develop")
+HALVES = ("develop", "report")
+SETS = ("xquad", "hotpotqa")
+_PARAGRAPHS_PER_ARTICLE = 5
+_HEADING = re.compile(r"# [^\n]*")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question; `window` and `moved_to` are numbers of windows, `gold` the span of its paragraph in its own."""
+    """A question, its document's text, that of another one, and the spans of its gold paragraphs in its own."""
 
     id: str
     question: str
     answers: tuple[str, ...]
-    window: int
-    moved_to: int
-    gold: tuple[int, int]
+    own: str
+    other: str
+    gold: tuple[tuple[int, int], ...]
 
 
-def half_of(id: str) -> str:
-    """Which half a question belongs to."""
-    return HALVES[hashlib.sha256(id.encode()).digest()[0] % 2 == 0]
+def load(name: str, half: str, tokenizer: Any, tokens: int) -> list[Asked]:
+    """The questions of one half of a set; `xquad-de` is XQuAD in German."""
+    if name == "hotpotqa":
+        return _hotpotqa(half)
+    return _xquad(name.partition("-")[2] or "en", half, tokenizer, tokens)
 
 
-def windows_of(text: str, tokenizer: Any, tokens: int) -> list[tuple[int, int]]:
-    """Spans of whole paragraphs of at most so many tokens, in order; the last ones may overlap to be as long."""
-    paragraphs = list(paragraphs_of(text))
-    sizes = [len(tokenizer(text[start:end])["input_ids"]) + 1 for start, end in paragraphs]
-    found: list[tuple[int, int]] = []
-    first = 0
-    while first < len(paragraphs):
-        after = first + 1
-        while after < len(paragraphs) and sum(sizes[first : after + 1]) <= tokens:
-            after += 1
-        if after == len(paragraphs):
-            while first > 0 and sum(sizes[first - 1 :]) <= tokens:
-                first -= 1
-        found.append((paragraphs[first][0], paragraphs[after - 1][1]))
-        first = after
-    return found
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """A set's questions as the file has them."""
+    return [json.loads(line) for line in (DATA / f"qa/{name}/questions.jsonl").read_text("utf-8").splitlines()]
 
 
-def paragraphs_of(text: str) -> Iterator[tuple[int, int]]:
+def _hotpotqa(half: str) -> list[Asked]:
+    rows = rows_of("hotpotqa")[HALVES.index(half) :: 2]
+    texts = [(DATA / row["document"]).read_text("utf-8") for row in rows]
+    asked = []
+    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        gold = [span for span in _paragraphs(text) if text[slice(*span)].partition("\n")[0] in row["gold_titles"]]
+        other = texts[(i + 1) % len(texts)]
+        asked.append(Asked(row["id"], row["question"], tuple(row["answers"]), text, other, tuple(gold)))
+    return asked
+
+
+def _xquad(language: str, half: str, tokenizer: Any, tokens: int) -> list[Asked]:
+    rows = [row for row in rows_of("xquad") if row["source"] == f"XQuAD/{language}"]
+    whole = (DATA / rows[0]["document"]).read_text("utf-8")
+    articles = dict(_articles(whole))
+    mine = [span for span, article in articles.items() if article % 2 == HALVES.index(half)]
+    sizes = [len(tokenizer(whole[start:end])["input_ids"]) + 2 for start, end in mine]
+    windows = [mine[first:after] for first, after in windows_of(sizes, tokens)]
+    texts = ["\n\n".join(whole[slice(*span)] for span in window) for window in windows]
+    asked = []
+    for row in rows:
+        span = next(span for span in articles if span[0] <= row["answer_offset"] < span[1])
+        if span not in mine:
+            continue
+        own = next(i for i, window in enumerate(windows) if span in window)
+        others = [i for i, window in enumerate(windows) if articles[span] not in {articles[held] for held in window}]
+        other = others[int(hashlib.sha256(row["id"].encode()).hexdigest(), 16) % len(others)]
+        start = texts[own].index(whole[slice(*span)])
+        gold = (start, start + span[1] - span[0])
+        asked.append(Asked(row["id"], row["question"], tuple(row["answers"]), texts[own], texts[other], (gold,)))
+    return asked
+
+
+def _articles(text: str) -> Iterator[tuple[tuple[int, int], int]]:
+    """Spans of paragraphs, each with its article's number; a heading belongs to what follows."""
+    read = 0
+    for start, end in _paragraphs(text):
+        yield (start, end), read // _PARAGRAPHS_PER_ARTICLE
+        read += not _HEADING.fullmatch(text, start, end)
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
     """Spans between blank lines."""
     start = 0
     for match in re.finditer(r"\n\s*\n|\Z", text):
@@ -76,101 +114,108 @@ def paragraphs_of(text: str) -> Iterator[tuple[int, int]]:
         start = match.end()
 
 
-def load(tokenizer: Any, tokens: int, language: str = "en") -> tuple[list[str], list[Asked]]:
-    """The windows' texts and the questions."""
-    rows = [json.loads(line) for line in (DATA / "qa/xquad/questions.jsonl").read_text("utf-8").splitlines()]
-    rows = [row for row in rows if row["source"] == f"XQuAD/{language}"]
-    text = (DATA / rows[0]["document"]).read_text("utf-8")
-    windows = windows_of(text, tokenizer, tokens)
-    paragraphs = list(paragraphs_of(text))
-
-    def window_of(row: dict[str, Any]) -> int:
-        return next(i for i, (start, end) in enumerate(windows) if start <= row["answer_offset"] < end)
-
-    articles: dict[int, set[str]] = {}
-    for row in rows:
-        articles.setdefault(window_of(row), set()).add(row["article"])
-    asked = []
-    for row in rows:
-        own, offset = window_of(row), row["answer_offset"]
-        start, end = next(span for span in paragraphs if span[0] <= offset < span[1])
-        others = [i for i in range(len(windows)) if i != own and row["article"] not in articles.get(i, ())]
-        moved = others[int(hashlib.sha256(row["id"].encode()).hexdigest(), 16) % len(others)]
-        gold = start - windows[own][0], end - windows[own][0]
-        asked.append(Asked(row["id"], row["question"], tuple(row["answers"]), own, moved, gold))
-    return [text[start:end] for start, end in windows], asked
-
-
-def holds(answer: str, golds: Sequence[str]) -> bool:
-    """Whether a reply has the words of a gold answer, one after another."""
-    said = f" {' '.join(words(answer))} "
-    return any(f" {' '.join(words(gold))} " in said for gold in golds if words(gold))
+def windows_of(sizes: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    """First and after-last of runs of paragraphs of at most so many tokens; the last one may overlap to be as long."""
+    found: list[tuple[int, int]] = []
+    first = 0
+    while first < len(sizes):
+        after = first + 1
+        while after < len(sizes) and sum(sizes[first : after + 1]) <= tokens:
+            after += 1
+        if after == len(sizes):
+            while first > 0 and sum(sizes[first - 1 :]) <= tokens:
+                first -= 1
+        found.append((first, after))
+        first = after
+    return found
 
 
 def row_of(asked: Asked, answer: Answer) -> dict[str, Any]:
     """What is kept of an answer."""
-    start, end = asked.gold
     first = answer.citations[0] if answer.citations else None
-    overlap = 0 if first is None else min(first.end, end) - max(first.start, start)
     return {
         "id": asked.id,
         "answer": answer.answer,
-        "holds": holds(answer.answer, asked.answers),
-        "answered": answer.answered,
-        "first_is_gold": first is not None and overlap > (first.end - first.start) / 2,
-        "completion_tokens": answer.usage.completion_tokens,
+        "holds": best_contains(answer.answer, asked.answers, "en"),
+        "f1": best_score("f1", answer.answer, asked.answers, "xquad", "en"),
+        "marked": float(not answer.answered),
+        "first_is_gold": float(first is not None and is_gold(asked.gold, first.start, first.end)),
+        "finish_reason": answer.finish_reason,
     }
 
 
-def measure(windows: Sequence[str], asked: Sequence[Asked], config: Config, moved: bool, out: Path) -> list[Any]:
-    """Asks what `out` lacks, a window at a time, and returns the rows of all questions."""
+def is_gold(gold: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    """Whether more than half of a quote lies in one gold paragraph."""
+    return any(min(end, gold_end) - max(start, gold_start) > (end - start) / 2 for gold_start, gold_end in gold)
+
+
+def measure(asked: Sequence[Asked], config: Config, moved: bool, out: Path) -> dict[str, np.ndarray]:
+    """Asks what `out` lacks, a document at a time, and returns each measure's values, in the questions' order."""
     condition = {"restate": config.restate, "moved": moved, "scorer": config.scorer, "kv": config.kv}
     known = [json.loads(line) for line in out.read_text("utf-8").splitlines()] if out.exists() else []
     rows = {row["id"]: row for row in known if row["condition"] == condition}
 
-    def place(question: Asked) -> int:
-        return question.moved_to if moved else question.window
+    def document(question: Asked) -> str:
+        return question.other if moved else question.own
 
-    waiting = sorted((question for question in asked if question.id not in rows), key=place)
+    waiting = sorted((question for question in asked if question.id not in rows), key=document)
     models = LoadedModels()
-    for window, group in groupby(waiting, key=place):
+    for text, group in groupby(waiting, key=document):
         questions = list(group)
-        request = Request("-", tuple(question.question for question in questions), data=windows[window].encode())
+        request = Request("-", tuple(question.question for question in questions), data=text.encode())
         answers = answer_questions(request, config, SilentReporter(), models)
         with out.open("a", encoding="utf-8") as file:
             for question, answer in zip(questions, answers, strict=True):
                 rows[question.id] = {"condition": condition, **row_of(question, answer)}
                 file.write(json.dumps(rows[question.id], ensure_ascii=False) + "\n")
     models.close()
-    return [rows[question.id] for question in asked]
+    names = ("holds", "f1", "first_is_gold", "marked")
+    return {name: np.array([rows[question.id][name] for question in asked], dtype=np.float64) for name in names}
+
+
+def share(values: np.ndarray) -> str:
+    """A mean in percent with its 95 % interval."""
+    (low,), (high,) = bootstrap_interval(values[:, None], seed=0)
+    return f"{values.mean():.0%} [{low:.0%}, {high:.0%}]"
+
+
+def times(values: np.ndarray, base: np.ndarray) -> str:
+    """How often as often `values` are 1 as `base`, and the 95 % interval of that, questions resampled in pairs."""
+    generator = np.random.default_rng(0)
+    counts = generator.multinomial(len(base), np.full(len(base), 1 / len(base)), size=10_000)
+    with np.errstate(divide="ignore"):
+        ratios = (counts @ values) / (counts @ base)
+        low, high = np.nanquantile(ratios, [0.025, 0.975], method="inverted_cdf")
+        return f"{values.sum() / base.sum():.1f} [{low:.1f}, {high:.1f}]"
 
 
 def main() -> None:
-    """Prints a Markdown table, one line for each condition."""
+    """Prints a Markdown table, one line for each set and number of repeated passages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", choices=HALVES, default="report")
-    parser.add_argument("--restate", type=int, nargs="+", default=[0, 3])
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--restate", type=int, nargs="+", default=[0, Config().restate])
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--scorer", default="minilm")
     parser.add_argument("--kv", default=Config().kv)
+    parser.add_argument("--no-moved", action="store_true", help="only ask about the questions' own documents")
     parser.add_argument("-o", "--output", type=Path, default=Path("answers.jsonl"))
     given = parser.parse_args()
-    config = Config(scorer=given.scorer, kv=given.kv)
-    folder = resolve_model(config.model, config, SilentReporter())
-    windows, asked = load(load_tokenizer(folder), given.tokens)
-    asked = [question for question in asked if half_of(question.id) == given.half]
-    print(
-        "| restate | asked of | n | gold answer in reply | first citation is gold | marked unanswered |\n"
-        + "|---" * 6
-        + "|"
-    )
-    for restate in given.restate:
-        for moved in (False, True):
-            settings = Config(scorer=given.scorer, kv=given.kv, restate=restate)
-            rows = measure(windows, asked, settings, moved, given.output)
-            means = [sum(row[key] for row in rows) / len(rows) for key in ("holds", "first_is_gold", "answered")]
-            shares = f"{means[0]:.0%} | {'-' if moved else f'{means[1]:.0%}'} | {1 - means[2]:.0%}"
-            print(f"| {restate} | {'another' if moved else 'its own'} window | {len(rows)} | {shares} |", flush=True)
+    silent = SilentReporter()
+    tokenizer = load_tokenizer(resolve_model(Config().model, Config(), silent))
+    columns = ("set", "restate", "n", "gold answer in reply", "times the first", "F1", "first citation is gold")
+    print("| " + " | ".join((*columns, "marked", "moved: marked")) + " |\n" + "|---" * 9 + "|")
+    for name in given.sets:
+        asked = load(name, given.half, tokenizer, given.tokens)
+        base = None
+        for restate in given.restate:
+            config = Config(scorer=given.scorer, kv=given.kv, restate=restate)
+            own = measure(asked, config, False, given.output)
+            base = own["holds"] if base is None else base
+            moved = "-" if given.no_moved else share(measure(asked, config, True, given.output)["marked"])
+            figures = (share(own["holds"]), times(own["holds"], base), f"{own['f1'].mean():.2f}")
+            marks = (share(own["first_is_gold"]), share(own["marked"]), moved)
+            print("| " + " | ".join((name, str(restate), str(len(asked)), *figures, *marks)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
     python tests/bench/closeness.py --half report --sets xquad hotpotqa qmsum financebench --scorers minilm bm25
 
 Each question is asked about its own document and about another one of the same set; XQuAD's are windows of 4,000
-tokens, as in answer_quality.py. FinanceBench's 17 questions are not halved.
+tokens, as in answer_quality.py; QMSum's documents are halved in turn, FinanceBench's six not at all.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,31 +20,28 @@ from cocktail.model import load_tokenizer
 from cocktail.model_source import resolve_model
 from cocktail.report import SilentReporter
 from cocktail.score import Scorer, make_scorer, resolve_scorer
-from tests.bench.answer_quality import DATA, HALVES, half_of, load
+from tests.bench.answer_quality import DATA, HALVES, load, rows_of
 
 SETS = ("xquad", "hotpotqa", "qmsum", "financebench")
 
 
 def pairs(name: str, tokenizer: Any, half: str) -> Iterator[tuple[str, Document, Document]]:
     """Questions, each with its own document and another one; `xquad-de` is XQuAD in German."""
-    if name.startswith("xquad"):
-        windows, asked = load(tokenizer, 4000, name.partition("-")[2] or "en")
-        texts = [_document(window) for window in windows]
+    if name not in ("qmsum", "financebench"):
+        asked = load(name, half, tokenizer, 4000)
+        texts = {text: read_document("-", data=text.encode()) for each in asked for text in (each.own, each.other)}
         for question in asked:
-            if half_of(question.id) == half:
-                yield question.question, texts[question.window], texts[question.moved_to]
+            yield question.question, texts[question.own], texts[question.other]
         return
-    rows = [json.loads(line) for line in (DATA / f"qa/{name}/questions.jsonl").read_text("utf-8").splitlines()]
+    rows = rows_of(name)
     paths = list(dict.fromkeys(row["document"] for row in rows))
+    if name == "qmsum":
+        paths = paths[HALVES.index(half) :: 2]
     documents = {path: read_document(str(DATA / path)) for path in paths}
     for row in rows:
-        if name == "financebench" or half_of(row["id"]) == half:
-            other = paths[(paths.index(row["document"]) + 7) % len(paths)]
+        if row["document"] in documents:
+            other = paths[(paths.index(row["document"]) + 1) % len(paths)]
             yield row["question"], documents[row["document"]], documents[other]
-
-
-def _document(text: str) -> Document:
-    return read_document("-", data=text.encode())
 
 
 def passes(question: str, tokenized: TokenizedDocument, scorer: Scorer, name: str) -> bool:
