@@ -10,7 +10,7 @@ import regex
 
 from cocktail.chunk import TokenizedDocument
 from cocktail.citation import best_quotes
-from cocktail.score import words
+from cocktail.score import ASKING, words
 
 # The figures behind these are in docs/quality.md, "Answers and citations".
 FLOORS = {"minilm": 0.45}  # the best chunk's cosine, below which nothing is close; scorers whose scale was measured
@@ -18,15 +18,6 @@ WORDS_FLOOR = 0.5  # in its place for any other scorer: the share of the questio
 COVERAGE = 0.25  # of the question's words by weight, in the best quote
 # With fewer, most of the document may be the remainder, which has no score.
 _LEAST_CHUNKS = 4
-# They ask, whatever about; a short text lacks some of them, where each would weigh as much as a name. English only:
-# in other languages such words count like any other.
-_ASKING = frozenset(
-    words(
-        "a an the of in on at to for from by with and or as that this these those it its their his her he she they "
-        "what which who whom whose when where why how many much does did do is are was were be been has have had can "
-        "could would there about some any"
-    )
-)
 # Such a question is close to no passage, and the document holds its answer.
 _ABOUT_THE_WHOLE = regex.compile(
     r"\b(?:summar|overview\b|(?:this|the)\s+(?:whole\s+|entire\s+)?(?:document|text|file|paper|report|article|book)\b)",
@@ -51,7 +42,7 @@ def is_close(tokenized: TokenizedDocument, question: str, scores: np.ndarray, sc
     floor = FLOORS.get(scorer)
     if floor is not None and float(scores.max()) >= floor:
         return True
-    asked = set(words(question)) - _ASKING
+    asked = set(words(question)) - ASKING
     count = len(tokenized.passages)
     held = Counter(word for i in range(count) for word in asked & set(words(tokenized.chunk_text(i))))
     if floor is None and len(held) >= WORDS_FLOOR * len(asked):

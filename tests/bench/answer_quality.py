@@ -183,7 +183,8 @@ def times(values: np.ndarray, base: np.ndarray) -> str:
     """How often as often `values` are 1 as `base`, and the 95 % interval of that, questions resampled in pairs."""
     generator = np.random.default_rng(0)
     counts = generator.multinomial(len(base), np.full(len(base), 1 / len(base)), size=10_000)
-    with np.errstate(divide="ignore"):
+    # A draw without any of `base` has an endless ratio, or none.
+    with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (counts @ values) / (counts @ base)
         low, high = np.nanquantile(ratios, [0.025, 0.975], method="inverted_cdf")
         return f"{values.sum() / base.sum():.1f} [{low:.1f}, {high:.1f}]"
