@@ -11,10 +11,11 @@ import torch
 
 from cocktail.answer import CacheStats
 from cocktail.attention import forward_logits
+from cocktail.bench.ablation import UnorderedContext, shuffled
 from cocktail.bench.answer_metrics import best_contains, best_score
 from cocktail.bench.evidence import Spans, held_tokens, tokens_within
 from cocktail.bench.quality_data import Question
-from cocktail.bench.quality_settings import BASELINE, Comparison
+from cocktail.bench.quality_settings import BASELINE, Comparison, Rule
 from cocktail.bench.question_windows import Window
 from cocktail.config import Config
 from cocktail.decode import generate
@@ -105,14 +106,24 @@ class PolicyRuns:
         kept, silent = KeptDocument(reading.document, None, CacheStats(), "exact"), SilentReporter()
         self._jobs = jobs
         self._contexts = {
-            policy: PrefilledContext(job, self._loaded, KeptKV(kept, job, self._loaded), config, silent)
+            policy: (PrefilledContext if self._rule(policy).reorder else UnorderedContext)(
+                job, self._loaded, KeptKV(kept, job, self._loaded), config, silent
+            )
             for policy, job in jobs.items()
         }
 
+    def _rule(self, policy: str) -> Rule:
+        return self._comparison.rules.get(policy) or Rule(policy)
+
     def _job(self, policy: str) -> Job:
         """The ordinary plan of a run with this policy, whose unquantized KV is kept for the next one."""
-        job = plan_job(self._reading, replace(self._config, kv=policy), SilentReporter())
-        if policy not in (BASELINE, job.plans[0].policy):
+        rule, config, reading = self._rule(policy), self._config, self._reading
+        own: dict[str, Any] = {"alpha": rule.alpha, "beta": rule.beta}
+        config = replace(config, kv=rule.kv, **{name: value for name, value in own.items() if value is not None})
+        if rule.shuffled:
+            reading = shuffled(reading, self._comparison.seed)
+        job = plan_job(reading, config, SilentReporter())
+        if rule.kv not in (BASELINE, job.plans[0].policy):
             raise BudgetError(
                 f"The KV cache does not fit at {policy}; it would be held at {job.plans[0].policy}.",
                 "Leave out --vram, or compare other policies with --kv.",

@@ -15,6 +15,7 @@ from cocktail.cli.bench_draft import bench_draft
 from cocktail.cli.bench_e2e import bench_e2e
 from cocktail.cli.bench_needle import bench_needle
 from cocktail.cli.bench_offload import bench_offload
+from cocktail.cli.bench_paper import bench_paper
 from cocktail.cli.bench_quality import bench_quality
 from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.errors import UsageError
@@ -123,4 +124,5 @@ bench_app.command("draft", cls=GroupedCommand, context_settings={"allow_extra_ar
 bench_app.command("e2e", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_e2e)
 bench_app.command("needle", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_needle)
 bench_app.command("offload", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_offload)
+bench_app.command("paper", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_paper)
 bench_app.command("quality", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_quality)

@@ -1,0 +1,122 @@
+"""Plots of the paper's experiments: panels of bars or lines, the paper's own numbers in a panel of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cocktail.bench.plots import new_figure, save_figure
+from cocktail.bench.results_file import Record
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A value for each place of each series; None where there is none."""
+
+    title: str
+    places: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
+    lines: bool = False
+
+
+def save_paper_plot(result: Mapping[str, Any], path: Path) -> None:
+    """Writes an experiment's PNG file.
+
+    Args:
+        result: JSON of `bench_paper`.
+
+    Raises:
+        CocktailError: it cannot be written.
+    """
+    if result["measures"] == "scores":
+        figure = _heat_map(result)
+    else:
+        panels = list(_panels(result))
+        figure = new_figure(5 * len(panels), 4.2)
+        for number, panel in enumerate(panels, 1):
+            _draw(figure.add_subplot(1, len(panels), number), panel)
+    figure.suptitle(f"{result['title']} ({result['model']['name']})", fontsize=10)
+    save_figure(figure, path)
+
+
+def _panels(result: Mapping[str, Any]) -> Iterator[_Panel]:
+    rows, measures = result["variants"], result["measures"]
+    if "answers" in measures:
+        last = rows[-1]["dataset"]
+        chosen = [row for row in rows if row["dataset"] == last]
+        yield _panel("mean KL to FP16 KV, nats a token", chosen, "kl")
+        yield _panel("score, %", chosen, "score", 100)
+    if measures == "answers and speed":
+        yield _spread_panel("ms a token", rows, "tpot", 1000)
+    elif measures == "speed":
+        yield _by("weights and KV cache, MB", rows, "length", lambda row: _scaled(row["step_bytes"], 1e-6))
+        yield _by("ms a token", rows, "length", lambda row: row["tpot"] and 1000 * row["tpot"]["median"])
+    elif measures == "batch":
+        yield _by(
+            "tokens a second, by questions together", rows, "width", lambda row: row["rate"] and row["rate"]["median"]
+        )
+    numbers = {
+        column: [row["paper"][column] for row in rows if any(row["paper"].values())]
+        for column in result["paper_columns"]
+        if not any(isinstance(row["paper"][column], str) for row in rows)
+    }
+    places = [row["row"] for row in rows if any(row["paper"].values())]
+    if numbers and len(places) > 1:
+        # Memory, time and scores have no scale in common: shares of the first row's.
+        yield _Panel(
+            f"the paper, of {places[0]}'s",
+            places,
+            {name: [value and values[0] and value / values[0] for value in values] for name, values in numbers.items()},
+        )
+
+
+def _panel(title: str, rows: Sequence[Record], name: str, scale: float = 1) -> _Panel:
+    values = [row[name] and scale * row[name]["mean"] for row in rows]
+    return _Panel(title, [row["row"] for row in rows], {"measured": values})
+
+
+def _spread_panel(title: str, rows: Sequence[Record], name: str, scale: float) -> _Panel:
+    return _Panel(
+        title, [row["row"] for row in rows], {"measured": [row[name] and scale * row[name]["median"] for row in rows]}
+    )
+
+
+def _by(title: str, rows: Sequence[Record], axis: str, value: Any) -> _Panel:
+    places = list(dict.fromkeys(row[axis] for row in rows))
+    names = dict.fromkeys(row["row"] for row in rows)
+    found = {(row["row"], row[axis]): value(row) for row in rows}
+    series = {name: [found[name, place] for place in places] for name in names}
+    return _Panel(title, [f"{place:,}" for place in places], series, lines=len(places) > 1)
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else scale * value
+
+
+def _draw(axes: Any, panel: _Panel) -> None:
+    width = 0.8 / max(1, len(panel.series))
+    for number, (name, values) in enumerate(panel.series.items()):
+        known = [(at, value) for at, value in enumerate(values) if value is not None]
+        if panel.lines:
+            axes.plot([at for at, _ in known], [value for _, value in known], marker="o", label=name)
+        else:
+            offset = (number - (len(panel.series) - 1) / 2) * width
+            axes.bar([at + offset for at, _ in known], [value for _, value in known], width, label=name)
+    axes.set_xticks(range(len(panel.places)), panel.places, rotation=40, ha="right", fontsize=7)
+    axes.set_title(panel.title, fontsize=9)
+    axes.grid(alpha=0.3)
+    if len(panel.series) > 1:
+        axes.legend(fontsize=6)
+
+
+def _heat_map(result: Mapping[str, Any]) -> Any:
+    rows = result["variants"]
+    figure = new_figure(10, 1.5 + 0.35 * len(rows))
+    axes = figure.add_subplot()
+    image = axes.imshow([row["scores"] for row in rows], aspect="auto", cmap="viridis")
+    axes.set_yticks(range(len(rows)), [f"{row['row']:.50}" for row in rows], fontsize=6)
+    axes.set_xlabel(f"chunks of {result['workload']['chunk_size']} tokens", fontsize=8)
+    figure.colorbar(image, label=f"similarity, {result['workload']['scorer']}")
+    return figure
