@@ -21,15 +21,15 @@ from cocktail.config import Config
 from cocktail.errors import CocktailError
 from cocktail.report import Reporter
 
-_SPEED = ("kv_bytes", "step_bytes", "peak_memory_bytes", "tpot", "less_memory", "less_time")
+_SPEED = ("kv_bytes", "step_bytes", "peak_memory_bytes", "tpot", "less_kv", "less_memory", "less_time")
 
 
 def bench_paper(benchmark: PaperBenchmark, config: Config, reporter: Reporter) -> dict[str, Any]:
     """Runs an experiment, or what its folder's results leave of it, and draws its plot; the result as JSON.
 
     Every record of `variants` has the name of its `row`, `paper` with the paper's numbers by column, and a `reason`
-    where it was not measured; the rest is as `bench quality`, `bench kv` and `bench batch` have it. `less_memory` and
-    `less_time` are shares of FP16's.
+    where it was not measured; the rest is as `bench quality`, `bench kv` and `bench batch` have it. `less_kv`,
+    `less_memory` and `less_time` are shares of FP16's.
 
     Raises:
         CocktailError: what can be found before the model's weights are loaded is found before.

@@ -62,6 +62,8 @@ def measure_answers(benchmark: PaperBenchmark, dataset: str, config: Config, rep
             break
     first = next(iter(results.values())).to_json()
     described = {key: first[key] for key in ("model", "machine", "questions", "workload")}
+    changed = {key for row in experiment.rows for key in row.changes}
+    described["workload"] = {key: value for key, value in first["workload"].items() if key not in changed}
     found = {name: result.to_json()["variants"] for name, result in results.items()}
     return Measured(list(_rows(experiment.rows, reasons, found)), described, partial)
 
@@ -107,6 +109,5 @@ def _why_not(row: Row, config: Config, reporter: Reporter) -> str | None:
     except CocktailError as error:
         if fetched:
             return error.message
-        name = entry.requirement if entry else scorer
-        return f"not on this machine; only Hugging Face has it: `cocktail models pull {name}`"
+        return f"not on this machine; only Hugging Face has it: `cocktail models pull {scorer}`"
     return None

@@ -60,6 +60,7 @@ def measure_speed(benchmark: PaperBenchmark, dataset: str, config: Config, repor
     ]
     for row in rows:
         base = next(other for other in rows if (other["row"], other["length"]) == (BASELINE, row["length"]))
+        row["less_kv"] = _less(row["kv_bytes"], base["kv_bytes"])
         row["less_memory"] = _less(row["step_bytes"], base["step_bytes"])
         row["less_time"] = _less(row["tpot"] and row["tpot"]["median"], base["tpot"] and base["tpot"]["median"])
     workload = {**about, "lengths": experiment.lengths, "repeats": experiment.repeats}

@@ -25,6 +25,7 @@ from cocktail.cli.render_columns import (
 _SPREAD = ("median", "min", "max", "samples")
 _SPEED = (
     Column("KV", byte_cell("kv_bytes"), 16),
+    Column("less", share_cell("less_kv"), 8),
     Column("weights + KV", byte_cell("step_bytes"), 17),
     Column("less", share_cell("less_memory"), 18),
     Column("peak", byte_cell("peak_memory_bytes"), 9),
@@ -100,7 +101,7 @@ def _paper_cell(name: str) -> Callable[[Record], str]:
 def _heading(result: Record) -> list[str]:
     workload = result["workload"]
     first, last = machine_lines(result)
-    told = [f"{key.replace('_', ' ')} {value}" for key, value in workload.items() if key in _TOLD and value is not None]
+    told = [f"{key.replace('_', ' ')} {_told(workload[key])}" for key in _TOLD if workload.get(key) is not None]
     data = "a question set that the tool made" if result["made_up"] else result["dataset"]
     asked = result.get("questions")
     if asked:
@@ -124,6 +125,10 @@ _TOLD = (
 )
 
 
+def _told(value: object) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def _notes(result: Record) -> list[str]:
     notes = ["Partial: the run was interrupted; the same command goes on."] if result["partial"] else []
     measures = result["measures"]
@@ -132,8 +137,7 @@ def _notes(result: Record) -> list[str]:
     if "speed" in measures:
         kind = "GPU" if result["machine"]["device"].startswith("cuda") else "CPU"
         notes += [
-            f"Measured on this machine's {kind}, prompt and caches as in a run; less: than fp16 in the same rounds, of "
-            "weights + KV and of ms/token.",
+            f"Measured on this machine's {kind}, prompt and caches as in a run; less: than fp16 in the same rounds.",
             "peak: growth of memory over the loaded weights.",
         ]
     if result["paper_columns"]:
