@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from cocktail.bench.quality_summary import FIGURES
@@ -85,7 +86,7 @@ def _numbered(scores: Sequence[float]) -> Record:
 
 def _columns(result: Record) -> Sequence[Column]:
     rows = result["variants"]
-    columns = [Column("row", lambda record: one_line(record["row"])[:50], 21)]
+    columns = [Column("row", lambda record: textwrap.shorten(one_line(record["row"]), 60, placeholder=" …"), 21)]
     if len({row.get("dataset") for row in rows}) > 1:
         columns.append(Column("dataset", lambda record: record["dataset"], 20))
     columns += _COLUMNS[result["measures"]]
@@ -141,7 +142,7 @@ def _notes(result: Record) -> list[str]:
             "peak: growth of memory over the loaded weights.",
         ]
     if result["paper_columns"]:
-        notes.append("paper: its own numbers, by its columns; its models and data are others.")
+        notes.append("paper: its own numbers (arXiv 2503.23294), by its columns; its models and data are others.")
     notes += result["notes"]
     notes += dict.fromkeys(f"{row['row']}: {row['reason']}" for row in result["variants"] if row["reason"])
     return [one_line(note) for note in notes]

@@ -41,7 +41,7 @@ def paper(
 ) -> Paper:
     """Runs an experiment from the command line, with the tool's own questions, and returns its JSON."""
     # It takes a second, and no figure of these experiments needs it.
-    monkeypatch.setattr("cocktail.bench.kv.copy_bandwidth", lambda device: CopyBandwidth(1.0, "a test's"))
+    monkeypatch.setattr("cocktail.bench.kv.copy_bandwidth", lambda device: CopyBandwidth(1.0, 1))
 
     def measure(name: str, *more: str, code: int = 0) -> dict[str, Any]:
         scorer = () if name == "table4" else ("--scorer", "bm25")
