@@ -216,7 +216,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         "answers",
         (Row(BASELINE, BASELINE), *(Row(label, label) for label in _THRESHOLDS)),
         {},
-        ("The paper says in words alone: worse as alpha grows; better as beta grows, up to a point.",),
+        (
+            "alpha is varied at a beta of 0.1, beta at an alpha of 0.6.",
+            "The paper says in words alone: worse as alpha grows; better as beta grows, up to a point.",
+        ),
         rules=_THRESHOLDS,
     ),
 }

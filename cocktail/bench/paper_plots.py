@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,54 +44,41 @@ def save_paper_plot(result: Mapping[str, Any], path: Path) -> None:
 def _panels(result: Mapping[str, Any]) -> Iterator[_Panel]:
     rows, measures = result["variants"], result["measures"]
     if "answers" in measures:
-        last = rows[-1]["dataset"]
-        chosen = [row for row in rows if row["dataset"] == last]
-        yield _panel("mean KL to FP16 KV, nats a token", chosen, "kl")
-        yield _panel("score, %", chosen, "score", 100)
+        chosen = [row for row in rows if row["dataset"] == rows[-1]["dataset"]]
+        yield _by("mean KL to FP16 KV, nats a token", chosen, None, lambda row: _part(row["kl"], "mean"))
+        yield _by("score, %", chosen, None, lambda row: _part(row["score"], "mean", 100))
     if measures == "answers and speed":
-        yield _spread_panel("ms a token", rows, "tpot", 1000)
+        yield _by("ms a token", chosen, None, lambda row: _part(row["tpot"], "median", 1000))
     elif measures == "speed":
-        yield _by("weights and KV cache, MB", rows, "length", lambda row: _scaled(row["step_bytes"], 1e-6))
-        yield _by("ms a token", rows, "length", lambda row: row["tpot"] and 1000 * row["tpot"]["median"])
+        yield _by("weights and KV cache, MB", rows, "length", lambda row: _part(row, "step_bytes", 1e-6))
+        yield _by("ms a token, by document tokens", rows, "length", lambda row: _part(row["tpot"], "median", 1000))
     elif measures == "batch":
-        yield _by(
-            "tokens a second, by questions together", rows, "width", lambda row: row["rate"] and row["rate"]["median"]
-        )
-    numbers = {
-        column: [row["paper"][column] for row in rows if any(row["paper"].values())]
-        for column in result["paper_columns"]
-        if not any(isinstance(row["paper"][column], str) for row in rows)
+        yield _by("tokens a second, by questions together", rows, "width", lambda row: _part(row["rate"], "median"))
+    known = [row for row in rows if any(row["paper"].values())]
+    numbers = {column: [row["paper"][column] for row in known] for column in result["paper_columns"]}
+    # Memory, time and scores have no scale in common: shares of the first row's.
+    shares = {
+        column: [value / values[0] for value in values]
+        for column, values in numbers.items()
+        if all(isinstance(value, (int, float)) for value in values)
     }
-    places = [row["row"] for row in rows if any(row["paper"].values())]
-    if numbers and len(places) > 1:
-        # Memory, time and scores have no scale in common: shares of the first row's.
-        yield _Panel(
-            f"the paper, of {places[0]}'s",
-            places,
-            {name: [value and values[0] and value / values[0] for value in values] for name, values in numbers.items()},
-        )
+    if shares:
+        yield _Panel(f"the paper: of {known[0]['row']}'s", [row["row"] for row in known], shares)
 
 
-def _panel(title: str, rows: Sequence[Record], name: str, scale: float = 1) -> _Panel:
-    values = [row[name] and scale * row[name]["mean"] for row in rows]
-    return _Panel(title, [row["row"] for row in rows], {"measured": values})
-
-
-def _spread_panel(title: str, rows: Sequence[Record], name: str, scale: float) -> _Panel:
-    return _Panel(
-        title, [row["row"] for row in rows], {"measured": [row[name] and scale * row[name]["median"] for row in rows]}
-    )
-
-
-def _by(title: str, rows: Sequence[Record], axis: str, value: Any) -> _Panel:
+def _by(title: str, rows: Sequence[Record], axis: str | None, value: Callable[[Record], float | None]) -> _Panel:
+    """A series a row along an axis, or one of all rows."""
+    names = list(dict.fromkeys(row["row"] for row in rows))
+    if axis is None:
+        return _Panel(title, names, {"measured": [value(row) for row in rows]})
     places = list(dict.fromkeys(row[axis] for row in rows))
-    names = dict.fromkeys(row["row"] for row in rows)
     found = {(row["row"], row[axis]): value(row) for row in rows}
     series = {name: [found[name, place] for place in places] for name in names}
     return _Panel(title, [f"{place:,}" for place in places], series, lines=len(places) > 1)
 
 
-def _scaled(value: float | None, scale: float) -> float | None:
+def _part(record: Record | None, name: str, scale: float = 1) -> float | None:
+    value = None if record is None else record[name]
     return None if value is None else scale * value
 
 
