@@ -28,8 +28,7 @@ MORE = {
     **dict.fromkeys(("table2", "table3", "table4", "fig7"), ANSWERS),
     "table5": (*ANSWERS, *SPEED),
     "fig1": ("--limit", "3"),
-    **dict.fromkeys(("fig4", "fig6"), SPEED),
-    "fig5": (*SPEED, "--kv", "cocktail-paper"),
+    **dict.fromkeys(("fig4", "fig5", "fig6"), (*SPEED, "--kv", "cocktail-paper")),
 }
 
 Paper = Callable[..., dict[str, Any]]
