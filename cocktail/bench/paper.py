@@ -79,8 +79,10 @@ def _measure(
     if experiment.measures == "speed":
         return measure_speed(benchmark, dataset, config, reporter)
     answers = measure_answers(benchmark, dataset, config, reporter)
-    if experiment.measures == "answers" or answers.partial:
-        return replace(answers, rows=[{**dict.fromkeys(_SPEED), **row} for row in answers.rows])
+    if experiment.measures == "answers":
+        return answers
+    if answers.partial:
+        return replace(answers, rows=[{**row, **dict.fromkeys(_SPEED)} for row in answers.rows])
     speed = measure_speed(benchmark, dataset, config, reporter)
     figures = {row["row"]: {key: row[key] for key in _SPEED} for row in speed.rows}
     described = {**answers.described, "workload": {**speed.described["workload"], **answers.described["workload"]}}
