@@ -47,6 +47,13 @@ def _panels(result: Mapping[str, Any]) -> Iterator[_Panel]:
         chosen = [row for row in rows if row["dataset"] == rows[-1]["dataset"]]
         yield _by("mean KL to FP16 KV, nats a token", chosen, None, lambda row: _part(row["kl"], "mean"))
         yield _by("score, %", chosen, None, lambda row: _part(row["score"], "mean", 100))
+    if measures == "answers" and any(row["evidence_recall"] for row in chosen):
+        yield _by(
+            "evidence with keys at 4 bits or more, %",
+            chosen,
+            None,
+            lambda row: _part(row["evidence_recall"], "mean", 100),
+        )
     if measures == "answers and speed":
         yield _by("ms a token", chosen, None, lambda row: _part(row["tpot"], "median", 1000))
     elif measures == "speed":
@@ -63,7 +70,8 @@ def _panels(result: Mapping[str, Any]) -> Iterator[_Panel]:
         if all(isinstance(value, (int, float)) for value in values)
     }
     if shares:
-        yield _Panel(f"the paper: of {known[0]['row']}'s", [row["row"] for row in known], shares)
+        # Points: shares so near 1 would be bars that look alike.
+        yield _Panel(f"the paper: of {known[0]['row']}'s", [row["row"] for row in known], shares, lines=True)
 
 
 def _by(title: str, rows: Sequence[Record], axis: str | None, value: Callable[[Record], float | None]) -> _Panel:
