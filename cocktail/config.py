@@ -66,6 +66,7 @@ class Config:
     workers: int | None = None  # processes of Ray; None: one for each card, else for each machine
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
+    ocr: bool = True  # of pages of a PDF without text, if it is installed
     cache: bool = True  # what is read of documents is kept on disk
     cache_bytes: int = 20_000_000_000  # that it may take
     cache_form: str = "exact"  # of a document's keys and values there

@@ -56,8 +56,12 @@ class Request:
             strict=self.strict,
         )
 
-    def read(self, reporter: Reporter) -> Document:
+    def read(self, reporter: Reporter, ocr: bool = False) -> Document:
         """The document's text.
+
+        Args:
+            reporter: told of progress and warnings.
+            ocr: see `read_document`.
 
         Raises:
             CocktailError: It cannot be read, or not as asked.
@@ -68,6 +72,7 @@ class Request:
             pages=self.pages,
             password=self.password,
             strict=self.strict,
+            ocr=ocr,
             reporter=reporter,
         )
 
@@ -194,7 +199,7 @@ def _answers(
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
     """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
-    document = request.read(reporter)
+    document = request.read(reporter, config.ocr)
     from cocktail.context import ContextLayout
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model

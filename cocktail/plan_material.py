@@ -83,7 +83,7 @@ def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material
     """
     asked, document = request.reading, None
     if request.tokens is None:
-        document = asked.read(reporter)
+        document = asked.read(reporter, config.ocr)
     folder = resolve_model(config.model, config, reporter)
     if document is not None and asked.questions:
         return _scored(document, asked.questions[0], folder, config, reporter)

@@ -165,6 +165,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "beta": _number,
     "kv": _word,
     "kv_budget": _kv_budget,
+    "ocr": _switch,
     "offline": _switch,
     "cache_dir": _path,
     "cache": _switch,

@@ -52,6 +52,7 @@ def ask(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     vram: options.Vram = None,
     link: options.Link = None,

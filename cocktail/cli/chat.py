@@ -40,6 +40,7 @@ def chat(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     vram: options.Vram = None,
     link: options.Link = None,

@@ -36,6 +36,7 @@ def inspect(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = None,

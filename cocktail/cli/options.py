@@ -51,6 +51,15 @@ Strict = Annotated[
     bool,
     typer.Option("--strict", help="Fail where the text is damaged, instead of warning.", rich_help_panel=_DOCUMENT),
 ]
+Ocr = Annotated[
+    bool | None,
+    typer.Option(
+        "--ocr/--no-ocr",
+        show_default=False,
+        help='Recognise text on pages of a PDF that are pictures (default: yes, with the extra "cocktail-qa[ocr]").',
+        rich_help_panel=_DOCUMENT,
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(

@@ -69,6 +69,7 @@ def plan(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     vram: options.Vram = None,
     link: options.Link = None,
