@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 # Lines beside each other, and the characters they hold on average, from which they are columns of prose.
@@ -19,7 +20,7 @@ _FILLED = 0.7
 _MOST_ROWS = 1000
 # Of the page's height, in which headers and footers lie; and so many lines of either.
 _MARGIN = 0.12
-_MARGIN_LINES = 2
+_MARGIN_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,8 @@ def joined(rows: Sequence[Row]) -> str:
 
 def may_have_columns(rows: Sequence[Row]) -> bool:
     """Whether enough lines have something beside them for columns, which is cheap to tell."""
-    if not 2 * _LEAST_ROWS <= sum(map(len, rows)) + sum(len(piece.gaps) for row in rows for piece in row):
-        return False
     beside = sum(any(piece.gaps for piece in row) or len(row) > 1 for row in rows)
-    beside += sum(_is_beside(last[-1], row[0]) for last, row in zip(rows, rows[1:], strict=False))
+    beside += sum(_is_beside(last[-1], row[0]) for last, row in pairwise(rows))
     return len(rows) <= _MOST_ROWS and beside >= _LEAST_ROWS
 
 
@@ -104,12 +103,7 @@ def _side_by_side(rows: Sequence[Row]) -> list[Row]:
 
 def _gutter(rows: Sequence[Row]) -> float | None:
     """Where most rows have a gap between two pieces."""
-    gaps = [
-        (left.right, right.left)
-        for row in rows
-        for left, right in zip(row, row[1:], strict=False)
-        if left.right < right.left
-    ]
+    gaps = [(left.right, right.left) for row in rows for left, right in pairwise(row) if left.right < right.left]
     if len(gaps) < _LEAST_ROWS:
         return None
     count, place = max((sum(a < (x + y) / 2 < b for a, b in gaps), (x + y) / 2) for x, y in gaps)

@@ -68,7 +68,7 @@ def read_pdf(
         asked = "" if pages is None else " asked for"
         reasons = [*(["damaged"] if reading.damaged else []), *dict.fromkeys(reading.given_up.values())]
         why = ", ".join(reasons)
-        raise DocumentError(f"{name} is of no use: PDFium could not load {count}{asked} ({why}).", _REPAIR_HINT)
+        raise DocumentError(f"{name} cannot be read: PDFium could not load {count}{asked} ({why}).", _REPAIR_HINT)
     return reading.pages(), page_count, opened["is_locked"]
 
 
@@ -124,7 +124,9 @@ class _Reading:
 
     def pages(self) -> list[Page]:
         """The pages that could be read."""
-        texts = drop_running_heads([Lines(number, page["text"], page["margins"]) for number, page in self.found.items()])
+        texts = drop_running_heads(
+            [Lines(number, page["text"], page["margins"]) for number, page in self.found.items()]
+        )
         pages = []
         for (number, reply), text in zip(self.found.items(), texts, strict=True):
             seen = self.recognized.get(number)
@@ -134,11 +136,11 @@ class _Reading:
 
     def tell(self, name: str, page_count: int, ocr: bool, warn: Callable[[str], None]) -> None:
         """Warns of what is missing or doubtful."""
-        for numbers, reason in [(self.damaged, "could not be loaded (damaged)"), *_by_reason(self.given_up, "given up")]:
-            if numbers:
-                warn(f"{name}: {format_pages(numbers)} of {page_count} {reason} and will be missing.")
-        for numbers, reason in _by_reason(self.not_recognized, "could not be recognised by OCR"):
-            warn(f"{name}: {format_pages(numbers)} of {page_count} {reason}.")
+        lost = {**dict.fromkeys(self.damaged, "damaged"), **self.given_up}
+        for numbers, reason in _by_reason(lost):
+            warn(f"{name}: {format_pages(numbers)} of {page_count} could not be loaded ({reason}) and will be missing.")
+        for numbers, reason in _by_reason(self.not_recognized):
+            warn(f"{name}: OCR of {format_pages(numbers)} of {page_count} was given up ({reason}).")
         if self.recognized:
             warn(
                 f"{name}: text of {format_pages(self.recognized)} of {page_count} was recognised in pictures (OCR) and "
@@ -150,9 +152,10 @@ class _Reading:
             if page["is_picture"] and not _has_no_text(page) and number not in self.recognized
         ]
         if scanned:
+            are = "is" if len(scanned) == 1 else "are"
             warn(
-                f"{name}: {format_pages(scanned)} of {page_count} {'is' if len(scanned) == 1 else 'are'} a picture with "
-                f"almost no text, probably scanned. {ocr_hint(ocr)}"
+                f"{name}: {format_pages(scanned)} of {page_count} {are} a picture with almost no text, probably "
+                f"scanned. {ocr_hint(ocr)}"
             )
 
 
@@ -160,10 +163,10 @@ def _has_no_text(page: dict[str, Any]) -> bool:
     return not page["text"].strip()
 
 
-def _by_reason(pages: dict[int, str], what: str) -> Iterator[tuple[list[int], str]]:
-    """The pages of each reason, and what to say of them."""
+def _by_reason(pages: dict[int, str]) -> Iterator[tuple[list[int], str]]:
+    """Each reason, and the pages it holds for."""
     for reason in dict.fromkeys(pages.values()):
-        yield [number for number in pages if pages[number] == reason], f"{what} ({reason})"
+        yield [number for number in pages if pages[number] == reason], reason
 
 
 def _open(process: PdfProcess, name: str, password: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import closing, suppress
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pypdfium2 as pdfium
@@ -101,7 +102,7 @@ def _pieces(textpage: pdfium.PdfTextPage, line: str, start: int) -> Row:
         return []
     lefts, bottoms, rights, tops = zip(*boxes, strict=True)
     gaps = []
-    for (_, bottom, right, top), (left, *_) in zip(boxes, boxes[1:], strict=False):
+    for (_, bottom, right, top), (left, *_) in pairwise(boxes):
         if left - right > _WORD_GAP * (top - bottom) > 0:
             gaps.append((right, left))
     return [Piece(line, min(lefts), min(bottoms), max(rights), max(tops), tuple(gaps), start)]
@@ -116,7 +117,7 @@ def _split_wide(textpage: pdfium.PdfTextPage, piece: Piece) -> Row:
         first, last = piece.start + found.start(), piece.start + found.end() - 1
         words.append((found.start(), textpage.get_charbox(first)[0], textpage.get_charbox(last)[2]))
     cuts = [0]
-    for (_, _, right), (start, left, _) in zip(words, words[1:], strict=False):
+    for (_, _, right), (start, left, _) in pairwise(words):
         if any(left >= gap_right - 1 and right <= gap_left + 1 for gap_left, gap_right in piece.gaps):
             cuts.append(start)
     parts = []

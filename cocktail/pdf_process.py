@@ -113,7 +113,8 @@ class PdfProcess:
 
     def _ask(self, request: bytes, limits: Limits) -> dict[str, Any]:
         process = self._process
-        assert process is not None and process.stdin is not None
+        assert process is not None
+        assert process.stdin is not None
         before = _Use.of(process.pid)
         with suppress(OSError):  # a process that has died does not answer
             process.stdin.write(request)

@@ -1,6 +1,6 @@
 """The process that runs PDFium and OCR, which a page can crash, stall or make fill the memory. See `pdf_process`.
 
-Standard input: a line of JSON, the file's bytes, then a line of JSON a request. Standard output: a line of JSON a reply.
+It reads a line of JSON, the file's bytes, then a line of JSON for each request, and writes one for each reply.
 """
 
 from __future__ import annotations

@@ -6,18 +6,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,9}")
 # A line is a running head if it stands on so many pages, one no farther than the next but one: left and right pages
 # may have their own.
 _LEAST_PAGES = 3
 _NEXT_PAGES = 2
 # Points by which its place may differ.
 _SAME_PLACE = 4.0
+# Characters; a longer line is a sentence, which may stand at the top of several pages and still be text.
+_LONGEST = 80
 # Of a page's characters that may be dropped: more would be what it is about.
 _MOST_DROPPED = 0.25
-_MOST_NUMBERS = 4
+# Of a line; a table's row may hold many.
+_MOST_NUMBERS = 12
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,10 @@ def _without_heads(index: int, page: Lines, places: dict[tuple[str, str], list[t
 
 
 def _keys(line: str, page: int) -> Iterator[str]:
-    """The line with each of its numbers as it is, or as its distance from the page's."""
+    """The line as it is, and with each of its numbers in turn as its distance from the page's."""
     text = " ".join(line.split())
-    if not text:
+    if not 0 < len(text) <= _LONGEST:
         return
-    parts = _NUMBER.split(text)
-    choices = [(found, f"<{int(found) - page}>") for found in islice(_NUMBER.findall(text), _MOST_NUMBERS)]
-    choices += [(found,) for found in _NUMBER.findall(text)[_MOST_NUMBERS:]]  # type: ignore[misc]
-    for chosen in product(*choices):
-        yield "".join(part + number for part, number in zip(parts, (*chosen, ""), strict=True))
+    yield text
+    for found in islice(_NUMBER.finditer(text), _MOST_NUMBERS):
+        yield f"{text[: found.start()]}<{int(found[0]) - page}>{text[found.end() :]}"
