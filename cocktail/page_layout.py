@@ -58,7 +58,7 @@ def joined(rows: Sequence[Row]) -> str:
 
 def may_have_columns(rows: Sequence[Row]) -> bool:
     """Whether enough lines have something beside them for columns, which is cheap to tell."""
-    beside = sum(any(piece.gaps for piece in row) or len(row) > 1 for row in rows)
+    beside = sum(len(piece.gaps) for row in rows for piece in row)
     beside += sum(_is_beside(last[-1], row[0]) for last, row in pairwise(rows))
     return len(rows) <= _MOST_ROWS and beside >= _LEAST_ROWS
 

@@ -62,13 +62,13 @@ def read_pdf(
                 advance(1)
         if ocr and ocr_version() is not None:
             reading.recognize(reporter)
-    reading.tell(name, page_count, ocr, warn)
     if not reading.found:
         count = "the only page" if len(numbers) == 1 else f"any of the {len(numbers)} pages"
         asked = "" if pages is None else " asked for"
         reasons = [*(["damaged"] if reading.damaged else []), *dict.fromkeys(reading.given_up.values())]
         why = ", ".join(reasons)
         raise DocumentError(f"{name} cannot be read: PDFium could not load {count}{asked} ({why}).", _REPAIR_HINT)
+    reading.tell(name, page_count, ocr, warn)
     return reading.pages(), page_count, opened["is_locked"]
 
 

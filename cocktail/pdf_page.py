@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pypdfium2 as pdfium
 import pypdfium2.raw as pdfium_c
 
+from cocktail.page import is_right_to_left
 from cocktail.page_layout import Piece, Row, in_reading_order, joined, margin_lines, may_have_columns
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ _NEWLINE = re.compile(r"\r\n?|\n")
 _WORD = re.compile(r"\S+")
 # Rectangles of a line that are nearer than this, in heights of it, are words of one sentence.
 _WORD_GAP = 1.2
+
+# Left, bottom, right, top.
+_Box = tuple[float, float, float, float]
 
 
 class PageReader:
@@ -81,15 +85,23 @@ def _text_in_order(textpage: pdfium.PdfTextPage) -> tuple[str, list[Row]]:
     text = _NEWLINE.sub("\n", raw)
     if len(raw) != textpage.count_chars():  # then nothing says which character is where
         return text, []
-    starts = [0, *(found.end() for found in _NEWLINE.finditer(raw))]
-    lines = zip(_NEWLINE.split(raw), starts, strict=True)
-    rows = [_pieces(textpage, line, start) if line.strip() else [] for line, start in lines]
-    shown = [row for row in rows if row]
-    if not may_have_columns(shown):
-        return text, rows
-    shown = [[part for piece in row for part in _split_wide(textpage, piece)] for row in shown]
+    try:
+        rows = _rows(textpage, raw)
+        shown = [row for row in rows if row]
+        if is_right_to_left(text) or not may_have_columns(shown):
+            return text, rows
+        shown = [part for row in shown for piece in row for part in _split_wide(textpage, piece)]
+    except pdfium.PdfiumError:  # so a page is no worse than one whose characters are anywhere
+        return text, []
     ordered = in_reading_order(shown)
     return (text, rows) if ordered == shown else (joined(ordered), ordered)
+
+
+def _rows(textpage: pdfium.PdfTextPage, raw: str) -> list[Row]:
+    """A row for each line, empty where it shows nothing."""
+    starts = [0, *(found.end() for found in _NEWLINE.finditer(raw))]
+    lines = zip(_NEWLINE.split(raw), starts, strict=True)
+    return [_pieces(textpage, line, start) if line.strip() else [] for line, start in lines]
 
 
 def _pieces(textpage: pdfium.PdfTextPage, line: str, start: int) -> Row:
@@ -108,27 +120,32 @@ def _pieces(textpage: pdfium.PdfTextPage, line: str, start: int) -> Row:
     return [Piece(line, min(lefts), min(bottoms), max(rights), max(tops), tuple(gaps), start)]
 
 
-def _split_wide(textpage: pdfium.PdfTextPage, piece: Piece) -> Row:
-    """The piece cut at its wide gaps."""
+def _split_wide(textpage: pdfium.PdfTextPage, piece: Piece) -> list[Row]:
+    """The piece cut at its wide gaps, and into rows where a word stands left of the one before it."""
     if not piece.gaps:
-        return [piece]
-    words = []
-    for found in _WORD.finditer(piece.text):
-        first, last = piece.start + found.start(), piece.start + found.end() - 1
-        words.append((found.start(), textpage.get_charbox(first)[0], textpage.get_charbox(last)[2]))
-    cuts = [0]
-    for (_, _, right), (start, left, _) in pairwise(words):
-        if any(left >= gap_right - 1 and right <= gap_left + 1 for gap_left, gap_right in piece.gaps):
-            cuts.append(start)
-    parts = []
-    for start, end in zip(cuts, [*cuts[1:], len(piece.text)], strict=True):
-        inside = [word for word in words if start <= word[0] < end]
-        if inside:
-            left, right = min(word[1] for word in inside), max(word[2] for word in inside)
-            parts.append(
-                Piece(piece.text[start:end].rstrip(), left, piece.bottom, right, piece.top, (), piece.start + start)
-            )
-    return parts or [piece]
+        return [[piece]]
+    rows: list[Row] = [[]]
+    part: list[tuple[re.Match[str], _Box]] = []
+    for word in _WORD.finditer(piece.text):
+        first, last = (textpage.get_charbox(piece.start + place) for place in (word.start(), word.end() - 1))
+        box = (first[0], min(first[1], last[1]), last[2], max(first[3], last[3]))
+        if part:
+            before = part[-1][1]
+            is_wide = any(box[0] >= right - 1 and before[2] <= left + 1 for left, right in piece.gaps)
+            if is_wide or box[2] < before[0]:
+                rows[-1].append(_piece_of(piece, part))
+                part = []
+                if not is_wide:
+                    rows.append([])
+        part.append((word, box))
+    rows[-1].append(_piece_of(piece, part))
+    return rows
+
+
+def _piece_of(piece: Piece, part: list[tuple[re.Match[str], _Box]]) -> Piece:
+    lefts, bottoms, rights, tops = zip(*(box for _, box in part), strict=True)
+    text = piece.text[part[0][0].start() : part[-1][0].end()]
+    return Piece(text, min(lefts), min(bottoms), max(rights), max(tops))
 
 
 def _has_large_image(page: pdfium.PdfPage) -> bool:

@@ -131,13 +131,13 @@ class PdfProcess:
             is_stuck = waited * _POLL_SECONDS > _WALL_FACTOR * limits.seconds
             if is_stuck or now.seconds - before.seconds > limits.seconds:
                 self.close()
-                raise _ProcessorTimeError(f"over {limits.seconds:.0f} seconds")
+                raise _ProcessorTimeError(f"over {limits.seconds:g} seconds")
             if now.memory > (most := limits.memory + 2 * len(self._data)):
                 self.close()
                 raise GivenUpError(f"over {format_bytes(most)} of memory")
         if not line.endswith(b"\n"):
             self.close()
-            raise GivenUpError("PDFium failed")
+            raise GivenUpError("its process failed")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
