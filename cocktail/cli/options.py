@@ -16,6 +16,7 @@ COLORS = ("auto", "always", "never")
 _DEFAULT = Config()
 _DOCUMENT, _MODEL, _ANSWER, _KV, _OUTPUT = "Document", "Model and memory", "Answer", "KV cache", "Output"
 _SPECULATION = "Speculation"
+_OCR = 'Recognise text on pages of a PDF that are pictures (default: yes, with the extra "cocktail-qa[ocr]").'
 
 
 def complete(values: Sequence[str]) -> Callable[[str], list[str]]:
@@ -52,13 +53,7 @@ Strict = Annotated[
     typer.Option("--strict", help="Fail where the text is damaged, instead of warning.", rich_help_panel=_DOCUMENT),
 ]
 Ocr = Annotated[
-    bool | None,
-    typer.Option(
-        "--ocr/--no-ocr",
-        show_default=False,
-        help='Recognise text on pages of a PDF that are pictures (default: yes, with the extra "cocktail-qa[ocr]").',
-        rich_help_panel=_DOCUMENT,
-    ),
+    bool | None, typer.Option("--ocr/--no-ocr", show_default=False, help=_OCR, rich_help_panel=_DOCUMENT)
 ]
 Model = Annotated[
     str | None,

@@ -79,6 +79,6 @@ except KeyboardInterrupt:
     began = time.monotonic()
     process.send_signal(number)
     out = process.communicate(timeout=60)[0]
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 2  # under half a second where nothing else runs
     assert out == (b"interrupted\n" if number == signal.SIGINT else b"")
     assert psutil.wait_procs(children, timeout=5)[1] == []
