@@ -52,9 +52,7 @@ Strict = Annotated[
     bool,
     typer.Option("--strict", help="Fail where the text is damaged, instead of warning.", rich_help_panel=_DOCUMENT),
 ]
-Ocr = Annotated[
-    bool | None, typer.Option("--ocr/--no-ocr", show_default=False, help=_OCR, rich_help_panel=_DOCUMENT)
-]
+Ocr = Annotated[bool | None, typer.Option("--ocr/--no-ocr", show_default=False, help=_OCR, rich_help_panel=_DOCUMENT)]
 Model = Annotated[
     str | None,
     typer.Option(
