@@ -149,7 +149,12 @@ def test_a_plan_is_within_five_percent_of_a_calculation_by_hand(name: str, docum
     model, found = MODELS[name], outlook(name, document).what_if(budget, SPEED)
     if found.plan is None:
         # Head, two staging slots, the smallest cache, one layer's context, and the card's own.
-        least = model.embedding_bytes + model.vector_bytes + 2 * model.layer_bytes + model.kv_bytes(document, "cocktail-low")
+        least = (
+            model.embedding_bytes
+            + model.vector_bytes
+            + 2 * model.layer_bytes
+            + model.kv_bytes(document, "cocktail-low")
+        )
         least += model.layer_context_bytes(document) + CUDA_CONTEXT_BYTES + ALLOCATOR_BYTES
         assert budget < least
         assert found.smallest_bytes == pytest.approx(least, rel=CLOSE)
