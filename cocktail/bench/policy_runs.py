@@ -17,6 +17,7 @@ from cocktail.bench.evidence import Spans, held_tokens, tokens_within
 from cocktail.bench.quality_data import Question
 from cocktail.bench.quality_settings import BASELINE, Comparison, Rule
 from cocktail.bench.question_windows import Window
+from cocktail.bit_plan import BitPlan
 from cocktail.config import Config
 from cocktail.decode import generate
 from cocktail.errors import BudgetError, ModelError
@@ -64,13 +65,15 @@ class Outcome:
 class Run:
     """A policy's answer, if one was generated, and its distributions along the baseline's.
 
-    `log_probs` is [tokens, vocab_size], float32; `bits` and `chunk_bits` as in `Outcome`.
+    `log_probs` is [tokens, vocab_size], float32; `bits` and `chunk_bits` as in `Outcome`; `plan` is what was sealed, by
+    attention too.
     """
 
     generation: Generation | None
     log_probs: torch.Tensor
     bits: float
     chunk_bits: float | None
+    plan: BitPlan
 
     @property
     def token_ids(self) -> list[int]:
@@ -169,10 +172,9 @@ class PolicyRuns:
         document_tokens = len(tokenized.token_ids) + self._reading.truncated_tokens
         for policy in self._comparison.policies:
             check_interrupt()
-            plan = self._jobs[policy].plans[index]
-            recall, held = held_tokens(tokenized, plan, spans, evidence_tokens, document_tokens)
             run = self._run(policy, index, baseline)
             baseline = baseline or run
+            recall, held = held_tokens(tokenized, run.plan, spans, evidence_tokens, document_tokens)
             kl, agreement = divergence(baseline.log_probs, run.log_probs)
             yield (
                 policy,
@@ -203,7 +205,8 @@ class PolicyRuns:
         if len(forced) > 1:
             cache.trim(cache.tail_len - len(self._reading.suffixes[index]))
             log_probs.append(_log_probs(self._teacher_forced(cache, forced), policy))
-        return Run(generation, torch.cat(log_probs), bits, chunk_bits)
+        assert cache.plan is not None
+        return Run(generation, torch.cat(log_probs), bits, chunk_bits, cache.plan)
 
     def _answer(self, cache: MixedKVCache, logits: torch.Tensor) -> Generation:
         loaded, config = self._loaded, self._config
