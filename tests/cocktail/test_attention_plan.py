@@ -136,7 +136,7 @@ def test_the_rotation_is_orthogonal_and_its_own_inverse(head_dim: int) -> None:
 @pytest.mark.parametrize("layout", [LAYOUT, ContextLayout(0, 3, 32, 0), ContextLayout(4, 0, 8, 5)])
 def test_chunk_mass_is_what_softmax_gives(layout: ContextLayout, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several tiles, the last of them shorter.
-    monkeypatch.setattr(attention_mass, "attention_tile_tokens", lambda rows, heads: 70)
+    monkeypatch.setattr(attention_mass, "TILE_TOKENS", 70)
     generator = torch.Generator().manual_seed(rows)
     key = torch.randn((2, layout.context_len, 16), generator=generator)
     query = 3 * torch.randn((6, rows, 16), generator=generator)
