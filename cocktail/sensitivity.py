@@ -29,18 +29,19 @@ class Sensitivity:
     values: tuple[float, ...]
 
 
-def dealt_to_layers(plan: BitPlan, sensitivity: Sensitivity, geometry: KVGeometry) -> BitPlan:
-    """A plan that is the same in all layers, with more of its movable spans at more bits where a layer loses more.
+def dealt_to_layers(plan: BitPlan, sensitivity: Sensitivity | None, geometry: KVGeometry) -> BitPlan:
+    """A plan by attention with more of its movable spans at more bits in layers that lose more; any other as it is.
 
     All layers together have as many spans at each width as before. Layers with a sliding window, which are not
     quantized, do not count.
 
     Args:
-        plan: with a row for all layers; it has movable chunks.
-        sensitivity: the model's.
+        plan: with one row for all layers.
+        sensitivity: the model's, None if it is not known.
         geometry: the run's.
     """
-    assert plan.movable is not None
+    if plan.movable is None or sensitivity is None or not plan.movable.any():
+        return plan
     layers = [index for index, window in enumerate(geometry.windows) if window is None]
     held = np.flatnonzero(plan.movable)[::SPAN]
 
@@ -56,8 +57,6 @@ def dealt_to_layers(plan: BitPlan, sensitivity: Sensitivity, geometry: KVGeometr
         rows.flags.writeable = False
         return rows
 
-    if not len(held):
-        return plan
     return replace(plan, k_bits=dealt(plan.k_bits, sensitivity.keys), v_bits=dealt(plan.v_bits, sensitivity.values))
 
 

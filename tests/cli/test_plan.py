@@ -442,7 +442,7 @@ def test_a_kv_budget_is_what_the_document_s_chunks_may_take(
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (("--kv-budget", "1%"), "--kv-budget is"),
+        (("--kv-budget", "1kB"), "--kv-budget is"),
         (("--kv-budget", "0%"), "0%"),
         (("--kv-budget", "lots"), "lots"),
         (("--kv-budget", "25%", "--kv", "int4"), "no meaning with --kv int4"),
