@@ -197,7 +197,9 @@ def _together(setup: _Setup, width: int, drafting: bool) -> tuple[list[list[int]
         indices = range(first, min(first + width, len(QUESTIONS)))
         members = []
         for index, read in zip(indices, setup.context.share(indices, pool), strict=True):
-            logits = setup.context.read_suffix(job.reading.suffixes[index], read.cache)
+            logits = read.logits
+            if logits is None:
+                logits = setup.context.read_suffix(job.reading.suffixes[index], read.cache)
             stream = GenerationStream(
                 setup.loaded.tokenizer,
                 eos_token_ids=(),
