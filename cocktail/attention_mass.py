@@ -37,7 +37,8 @@ def chunk_mass(query: torch.Tensor, key: torch.Tensor, layout: ContextLayout, sc
 
     chunk = layout.chunk_size
     step = max(1, TILE_TOKENS // chunk) * chunk
-    parts = [log_weights(start, min(start + step, layout.chunks_end), chunk) for start in _starts(layout, step)]
+    starts = range(layout.prefix_len, layout.chunks_end, step)
+    parts = [log_weights(start, min(start + step, layout.chunks_end), chunk) for start in starts]
     if not parts:
         return query.new_zeros(0, dtype=torch.float32)
     inside = torch.cat(parts, dim=-1)
@@ -48,7 +49,3 @@ def chunk_mass(query: torch.Tensor, key: torch.Tensor, layout: ContextLayout, sc
     ]
     total = torch.cat([inside, *outside], dim=-1).logsumexp(-1, keepdim=True)
     return (inside - total).exp_().sum(dim=(0, 1))
-
-
-def _starts(layout: ContextLayout, step: int) -> range:
-    return range(layout.prefix_len, layout.chunks_end, step)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import DEFAULT_WIDTHS, LABELS, NOTES, BitPlan, Widths, plan_bits
+from cocktail.bit_plan import DEFAULT_WIDTHS, LABELS, LADDER_HEIGHT, NOTES, BitPlan, Widths, plan_bits
 from cocktail.config import Config, KvBudget
 from cocktail.context import bytes_by_key_bits
 from cocktail.errors import UsageError
@@ -31,8 +31,8 @@ from cocktail.planner import Lengths, Planner
 from cocktail.report import Reporter
 from cocktail.sensitivity import Sensitivity, dealt_to_layers
 
-# Steps of `Widths.on_ladder`, and heights that are looked at between two of them.
-_LADDER_STEPS, _HEIGHTS = 4, 50
+# Heights of `Widths.on_ladder` that are looked at for each of its steps.
+_HEIGHTS = 50
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Outlook:
         full = 2 * values * layout.num_chunks * layout.chunk_size
         most = budget.nbytes if budget.share is None else int(budget.share * full)
         assert most is not None
-        heights = [step / _HEIGHTS for step in range(_LADDER_STEPS * _HEIGHTS + 1)]
+        heights = [step / _HEIGHTS for step in range(LADDER_HEIGHT * _HEIGHTS + 1)]
         found = bisect_right(heights, most, key=taken)
         if not found and budget.share is not None:
             # Of a short document the first chunk alone is a large share, and takes little.

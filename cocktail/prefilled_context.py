@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -145,14 +145,19 @@ class PrefilledContext:
             pool.lend(caches, self.source, plans)
         try:
             for index, cache, plan in list(zip(indices, caches, plans, strict=True))[len(reads) :]:
-                suffix = self._job.reading.suffixes[index]
-                logits = None if plan.movable is None else self.read_suffix(suffix, cache)
-                reads.append(SharedRead(cache, self._stats_again(), logits))
+                read = SharedRead(cache, self._stats_again())
+                reads.append(read if plan.movable is None else replace(read, logits=self.read_shared(index, read)))
         except BaseException:
             for cache in caches:
                 pool.take_back(cache)
             raise
         return reads
+
+    def read_shared(self, index: int, read: SharedRead) -> torch.Tensor:
+        """The last logits of a question that `share` gave a cache, [vocab_size]; it is read if it was not yet."""
+        if read.logits is not None:
+            return read.logits
+        return self.read_suffix(self._job.reading.suffixes[index], read.cache)
 
     def read_suffix(self, ids: Sequence[int], cache: MixedKVCache) -> torch.Tensor:
         """Runs what comes after the context; the last logits, [vocab_size]."""
