@@ -76,7 +76,7 @@ def test_a_question_adds_scores_bits_and_the_best_chunks(cocktail: Run) -> None:
 
 def test_bits_that_attention_deals_out_are_said_to_be_by_score(cocktail: Run) -> None:
     out = cocktail("inspect", "doc.pdf", "why").out
-    assert "cocktail: 1 fp16, 3 int4, 0 int2 by score; each layer's attention deals them out anew" in out
+    assert "cocktail: 0 fp16, 1 int8, 3 int4, 0 int2 by score; each layer's attention deals them out anew" in out
 
 
 def test_json_holds_every_page_and_chunk(cocktail: Run) -> None:
