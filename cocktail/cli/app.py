@@ -21,6 +21,7 @@ from cocktail.cli.batch import batch
 from cocktail.cli.bench import bench_app
 from cocktail.cli.cache import cache_app
 from cocktail.cli.chat import chat
+from cocktail.cli.completion import answer_completion
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
 from cocktail.cli.grouped import GroupedCommand, help_alone
@@ -114,6 +115,8 @@ def run(arguments: Sequence[str]) -> int:
 def _invoke(arguments: Sequence[str], warned: list[str]) -> int:
     if "_COCKTAIL_COMPLETE" in os.environ:
         app(prog_name="cocktail")
+    if answer_completion(arguments):
+        return 0
     command = typer.main.get_command(app)
     try:
         # Not command(): that would turn a closed pipe into exit code 1 and Ctrl-C into silence.

@@ -20,7 +20,9 @@ config_app.callback(invoke_without_command=True)(help_alone)
 
 
 @config_app.command("show", cls=GroupedCommand)
-def show(ctx: typer.Context, json: options.Json = False, debug: options.Debug = False) -> None:
+def show(
+    ctx: typer.Context, json: options.Json = False, color: options.Color = "auto", debug: options.Debug = False
+) -> None:
     """Show every setting, its value and its source."""
     settings = resolve({})
     settings.config()
@@ -34,7 +36,7 @@ def show(ctx: typer.Context, json: options.Json = False, debug: options.Debug = 
 
 
 @config_app.command("path", cls=GroupedCommand)
-def path(debug: options.Debug = False) -> None:
+def path(color: options.Color = "auto", debug: options.Debug = False) -> None:
     """Print where the user's settings file is, or would be."""
     file = user_file()
     if file is None:

@@ -28,6 +28,7 @@ _NEEDED = ("torch", "transformers", "sentence-transformers", "pypdfium2", "bm25s
 _OPTIONAL = {
     "numba": "the CPU's compiled kernels are off; plain PyTorch is used, which is slower",
     "triton": "GPU kernels are off; the torch reference is used",
+    "rapidocr": "pages that are pictures cannot be read; pip install 'cocktail-qa[ocr]' adds it",
     "bitsandbytes": "not needed; models are read as BF16, FP16 or FP32",
 }
 _LOW_DISK_BYTES = 2 * 10**9

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cocktail import __version__
-from cocktail.cli.app import EXIT_CODES, app
+from cocktail.cli.app import EXIT_CODES
 from cocktail.cli.output import printable
 
 Run = Callable[..., Any]
@@ -80,20 +79,6 @@ def test_a_group_alone_shows_its_help(cocktail: Run, arguments: tuple[str, ...])
     result = cocktail(*arguments)
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("Usage: cocktail")
-
-
-def test_completion_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which shell the tests are started from does not matter then, if from any.
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="cocktail")
-    assert result.exit_code == 0
-    assert "_COCKTAIL_COMPLETE=complete_bash" in result.output
-
-
-def test_completion_offers_values(spawn: Spawn) -> None:
-    variables = {"_COCKTAIL_COMPLETE": "complete_bash", "COMP_WORDS": "cocktail ask --kv co", "COMP_CWORD": "3"}
-    done = spawn(env={**os.environ, **variables})
-    assert done.stdout.split() == [b"cocktail", b"cocktail-paper"]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_question_adds_scores_bits_and_the_best_chunks(cocktail: Run) -> None:
 def test_several_questions_are_shown_one_after_the_other(cocktail: Run) -> None:
     out = cocktail("inspect", "doc.pdf", "why", "-q", "who [b]\x1b[1m", "--kv", "cocktail-paper").out
     assert "\n\nwhy\ncocktail-paper: 2 fp16, 0 int4, 2 int2" in out
-    assert "\n\nwho [b][1m\ncocktail-paper: 2 fp16, 1 int4, 1 int2" in out
+    assert "\n\nwho [b][1m\ncocktail-paper: 2 fp16, 0 int4, 2 int2" in out
     body = json.loads(cocktail("inspect", "doc.pdf", "why", "-q", "who", "--json", "--kv", "cocktail-paper").out)
     assert [asked["question"] for asked in body["questions"]] == ["why", "who"]
     assert body["questions"][1]["scores"] == pytest.approx([0.5, 0.1, 0.2, 0.9])
