@@ -27,7 +27,7 @@ from cocktail.cli.doctor import doctor
 from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.cli.inspect import inspect
 from cocktail.cli.models import models_app
-from cocktail.cli.output import Output, json_line, one_line, use_color
+from cocktail.cli.output import Output, json_line, one_line, use_color, write_traceback
 from cocktail.cli.plan import plan
 from cocktail.cli.streams import close_streams, open_streams
 from cocktail.errors import CocktailError, UsageError
@@ -174,7 +174,7 @@ def _fail(cause: BaseException, arguments: Sequence[str], warned: Sequence[str])
     # Where nobody reads any more, the exit code still tells.
     with suppress(OSError):
         if "--debug" in options:
-            traceback.print_exception(cause)
+            write_traceback("".join(traceback.format_exception(cause)))
         sys.stderr.write(f"{red}error:{plain} {one_line(error.message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {one_line(error.hint)}\n")

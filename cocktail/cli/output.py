@@ -46,6 +46,11 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()), terminal=True)
 
 
+def write_traceback(text: str) -> None:
+    """Writes a traceback to standard error; what an error quotes may come from a document."""
+    sys.stderr.write(printable(text, terminal=is_terminal(sys.stderr)))
+
+
 def counted(count: int, noun: str) -> str:
     """A number and a noun, which is plural but for one."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from cocktail import __version__
-from cocktail.cli.app import EXIT_CODES
+from cocktail.cli.app import EXIT_CODES, app
 from cocktail.cli.output import printable
 
 Run = Callable[..., Any]
@@ -72,6 +73,20 @@ def test_help_of_ask_names_every_public_option(cocktail: Run) -> None:
     assert "\x1b" not in result.out
     for group in ("Document:", "Model and memory:", "Answer:", "KV cache:", "Output:"):
         assert f"\n{group}\n" in result.out
+
+
+def leaves(command: Any, *path: str) -> Iterator[tuple[str, set[str]]]:
+    """Every command that does something, with its options."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaves(child, *path, name)
+    if not hasattr(command, "commands"):
+        yield " ".join(path), {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_command_takes_color_and_debug() -> None:
+    found = dict(leaves(typer.main.get_command(app)))
+    assert {"ask", "doctor", "models list", "cache prune", "config path", "bench kv"} <= found.keys()
+    assert {name for name, options in found.items() if not {"--color", "--debug"} <= options} == set()
 
 
 @pytest.mark.parametrize("arguments", [(), ("models",), ("config",)])
