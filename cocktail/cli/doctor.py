@@ -21,7 +21,7 @@ from cocktail.cli.models import model_records
 from cocktail.cli.output import Output, aligned, counted, is_terminal, json_line, one_line
 from cocktail.config import Config
 from cocktail.offload.budget import format_bytes
-from cocktail.settings import project_file, resolve, user_file
+from cocktail.settings import project_file, resolve, unknown_variables, user_file
 
 _NEEDED = ("torch", "transformers", "sentence-transformers", "pypdfium2", "bm25s")
 # What an absent package means for the user.
@@ -89,6 +89,7 @@ def examine(config: Config) -> dict[str, Any]:
     for name in (config.model, config.scorer):
         if name in absent:
             notes.append(f"{name} is not there yet: the first run fetches it, or cocktail models pull {name}")
+    notes += [f"{name} is no setting; it is not read" for name in unknown_variables()]
     return {
         "self_test": None,
         "versions": versions,
