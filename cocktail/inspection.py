@@ -57,8 +57,9 @@ class InspectedQuestion:
     def _mean(self, bits: np.ndarray) -> np.ndarray:
         widths = np.where(bits == FP8, 8, bits)
         means = widths.mean(axis=0)
-        # What is unquantized there are other chunks' tokens.
-        means[: self.plan.outlier_chunks] = widths.min()
+        if self.plan.outlier_chunks:
+            # What is unquantized there are other chunks' tokens.
+            means[: self.plan.outlier_chunks] = widths.min()
         return means
 
 

@@ -96,7 +96,7 @@ def inspect(
         with signals.ignored():
             reporter.close()
     if json:
-        target.write(json_line(inspection_json(inspection)) + "\n")
+        target.write(json_line(inspection_json(inspection, ctx.obj or ())) + "\n")
         return
     width = shutil.get_terminal_size().columns if target.terminal else _PIPED_WIDTH
     for line in _lines(inspection, width, colored=use_color(sys.stdout, color)):
@@ -124,7 +124,7 @@ def _drawing(plot: str | None, document: str, questions_file: str | None, questi
     return target.path
 
 
-def inspection_json(inspection: Inspection) -> dict[str, Any]:
+def inspection_json(inspection: Inspection, warnings: Sequence[str]) -> dict[str, Any]:
     """Returns what was found as JSON: every page, every chunk, and every question's scores and bits of them.
 
     The chunks' own score and precision, `question` and `kv` are the first question's.
@@ -167,7 +167,7 @@ def inspection_json(inspection: Inspection) -> dict[str, Any]:
         "unquantized_tail_tokens": len(tokenized.token_ids) - tokenized.remainder_start,
         "truncated_tokens": inspection.truncated_tokens,
         "kv": first["kv"] if first else None,
-        "warnings": list(document.warnings),
+        "warnings": list(warnings),
     }
 
 
@@ -248,6 +248,8 @@ def _question_lines(inspection: Inspection, asked: InspectedQuestion, width: int
     precisions = [plan.precision(position) for position in range(len(scores))]
     counts = ", ".join(f"{count} {precision}" for precision, count in plan.counts().items())
     bits = "" if asked.bits_per_value is None else f", {asked.bits_per_value:.2f} bits a value"
+    if not scores:
+        return [f"{plan.policy}: the document does not fill a chunk, and nothing of it is quantized"]
     lines = [f"{plan.policy}: {counts}{bits}"]
     if moved := int((~asked.settled).sum()):
         lines.append(

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,6 +188,40 @@ def test_a_plot_replaces_its_file_and_is_the_same_each_time(cocktail: Run, endin
         assert drawn[0] == drawn[1]
     assert not path.stat().st_mode & 0o111
     assert [file.name for file in Path().iterdir()] == [path.name]
+
+
+def test_a_document_without_a_whole_chunk_has_nothing_to_quantize(cocktail: Run, engine: ModuleType) -> None:
+    whole = sample()
+    short = replace(whole, token_ids=whole.token_ids[:1], chunks=(), remainder=None)
+    scores = np.empty(0, dtype=np.float32)
+    asked = InspectedQuestion("why", scores, plan_bits("cocktail", scores, 0.6, 0.1), 0, 0)
+    found = Inspection(short.document, short, (asked,))
+    engine.inspect_document = lambda *given: found  # type: ignore[attr-defined]
+    assert cocktail("inspect", "doc.pdf", "why").out.endswith(
+        "\n\ncocktail: the document does not fill a chunk, and nothing of it is quantized\n"
+    )
+    (body,) = json.loads(cocktail("inspect", "doc.pdf", "why", "--json").out)["questions"]
+    assert (body["scores"], body["key_bits"], body["kv"]["bits_per_value"]) == ([], [], None)
+    pytest.importorskip("matplotlib")
+    assert cocktail("inspect", "doc.pdf", "why", "--plot", "a.png").code == 0
+
+
+def test_a_plot_shows_pages_questions_and_what_attention_decides() -> None:
+    pytest.importorskip("matplotlib")
+    from cocktail.inspection_plot import figure_of
+
+    whole = sample()
+    plan = plan_bits("cocktail-paper", SCORES, 0.6, 0.1)
+    wide = InspectedQuestion("why $5\x1b[1m?", SCORES, replace(plan, movable=np.arange(4) > 1), 320, 1024)
+    above, below = figure_of(Inspection(whole.document, whole, (wide, wide))).axes[:2]
+    assert [label.get_text() for label in above.get_yticklabels()] == ["why $5[1m?"] * 2
+    assert list(zip(below.get_xticks(), [label.get_text() for label in below.get_xticklabels()], strict=True)) == [
+        (0, "i"),
+        (2, "1"),
+    ]
+    assert above.images[0].get_array().tolist() == [SCORES.tolist()] * 2
+    assert not wide.settled.all()
+    assert (below.images[0].get_array()[0, :, 3] == 1).tolist() == wide.settled.tolist()
 
 
 def test_an_empty_question_is_wrong_usage(cocktail: Run) -> None:
