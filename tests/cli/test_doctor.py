@@ -164,6 +164,7 @@ def test_a_self_test_that_fails_is_a_problem(
     cocktail: Run, monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: str
 ) -> None:
     monkeypatch.setattr(self_test, "answer_questions", failing(error))
+    monkeypatch.setattr("cocktail.tiny_model.write_tiny_model", lambda *given: None)
     monkeypatch.setattr("cocktail.cli.doctor._link_rate", lambda has_cuda, notes: None)
     result = cocktail("doctor")
     assert (result.code, result.err) == (1, "")
