@@ -10,6 +10,8 @@ from cocktail.errors import CocktailError, UsageError
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 _INSTALL, _SHOW = "--install-completion", "--show-completion"
 _PROGRAM, _VARIABLE = "cocktail", "_COCKTAIL_COMPLETE"
+# zsh reads the file when completion is first asked for, and would then only define the function.
+_ZSH_FIRST = '\n[[ $zsh_eval_context[-1] == loadautofunc ]] && _cocktail_completion "$@"\n'
 
 
 def answer_completion(arguments: Sequence[str]) -> bool:
@@ -35,6 +37,9 @@ def answer_completion(arguments: Sequence[str]) -> bool:
         return True
     try:
         _, path = install(shell=shell, prog_name=_PROGRAM, complete_var=_VARIABLE)
+        if shell == "zsh":
+            with path.open("a", encoding="utf-8") as file:
+                file.write(_ZSH_FIRST)
     except OSError as error:
         raise CocktailError(f"{error.filename or shell} cannot be written: {error.strerror}.") from error
     Output().write(f"{shell} completion is in {path}; it takes effect in a new terminal.\n")
