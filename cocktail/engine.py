@@ -7,11 +7,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from cocktail.answer import Answer
-from cocktail.bit_plan import BitPlan, plan_bits
-from cocktail.chunk import TokenizedDocument, tokenize_document
+from cocktail.chunk import tokenize_document
 from cocktail.config import Config
 from cocktail.document import Document, read_document
 from cocktail.out_of_memory import memory_errors
@@ -20,6 +17,7 @@ from cocktail.stopwatch import Stopwatch
 
 # torch and transformers are imported inside functions, where the seconds they take count as loading.
 if TYPE_CHECKING:
+    from cocktail.inspection import Inspection
     from cocktail.job import Job
     from cocktail.kept_context import KeptDocument
     from cocktail.loaded_models import LoadedModels
@@ -75,16 +73,6 @@ class Request:
             ocr=ocr,
             reporter=reporter,
         )
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """How a document would be read: `scores` is [num_chunks]; it and `plan` are None without a question."""
-
-    document: Document
-    tokenized: TokenizedDocument
-    scores: np.ndarray | None
-    plan: BitPlan | None
 
 
 def answer_questions(
@@ -198,22 +186,18 @@ def _answers(
 
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
-    """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
+    """How the document would be read and, given questions, scored and planned; loads no decoder weights."""
     document = request.read(reporter, config.ocr)
-    from cocktail.context import ContextLayout
+    from cocktail.inspection import Inspection, inspect_reading
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model
     from cocktail.reading import read_for_questions
 
     folder = resolve_model(config.model, config, reporter)
     if not request.questions:
-        tokenized = tokenize_document(document, load_tokenizer(folder), config.chunk_size, reporter)
-        return Inspection(document, tokenized, None, None)
-    reading = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
-    scores = reading.scores[0]
-    layout = ContextLayout.of(len(reading.prompt.prefix_ids), len(reading.tokenized.token_ids), config.chunk_size)
-    plan = plan_bits(config.kv, scores, config.alpha, config.beta, layout)
-    return Inspection(document, reading.tokenized, scores, plan)
+        return Inspection(document, tokenize_document(document, load_tokenizer(folder), config.chunk_size, reporter))
+    reading = read_for_questions(document, request.questions, folder, config, reporter, Stopwatch())
+    return inspect_reading(reading, request.questions, config)
 
 
 def check_run(config: Config, reporter: Reporter) -> None:

@@ -188,6 +188,17 @@ def test_wheel_holds_only_the_package(tmp_path: Path) -> None:
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
+def test_the_map_of_the_code_names_what_is_there_and_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    named = {path for line in tables for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|json)))`", line)}
+    assert len(named) > 40
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+    packages = {module_name(path) for path in PACKAGE.rglob("__init__.py")}
+    assert packages == set(re.findall(r"^\| `[\w/]+/` \| `([\w.]+)` \|", text, re.MULTILINE))
+    assert {f"{folder}/" for folder in ("tests", "docs", *LINKS)} <= named
+
+
 def test_changelog_opens_with_this_version() -> None:
     changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
     heading = re.search(r"^## (\S+)", changelog, re.MULTILINE)

@@ -23,6 +23,26 @@ STDIN = "-"
 _MAX_QUESTIONS_BYTES = 4 * 2**20
 _EXAMPLE = 'For example: cocktail ask report.pdf "Who wrote it?"'
 
+MoreQuestions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-q",
+        "--question",
+        metavar="QUESTION",
+        help="One more question; repeatable. All share one reading of the document.",
+        rich_help_panel="Document",
+    ),
+]
+QuestionsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--questions",
+        metavar="FILE",
+        help='One question a line, UTF-8; "-" reads stdin.',
+        rich_help_panel="Document",
+    ),
+]
+
 
 def ask(
     ctx: typer.Context,
@@ -30,25 +50,8 @@ def ask(
     question: Annotated[
         str | None, typer.Argument(metavar="QUESTION", show_default=False, help="The question, in quotes.")
     ] = None,
-    more_questions: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-q",
-            "--question",
-            metavar="QUESTION",
-            help="One more question; repeatable. All share one reading of the document.",
-            rich_help_panel="Document",
-        ),
-    ] = None,
-    questions_file: Annotated[
-        str | None,
-        typer.Option(
-            "--questions",
-            metavar="FILE",
-            help='One question a line, UTF-8; "-" reads stdin.',
-            rich_help_panel="Document",
-        ),
-    ] = None,
+    more_questions: MoreQuestions = None,
+    questions_file: QuestionsFile = None,
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,

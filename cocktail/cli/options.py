@@ -9,7 +9,7 @@ import typer
 
 from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
-from cocktail.settings import DTYPE_ALIASES, SCORERS
+from cocktail.settings import DTYPE_ALIASES, MODELS, SCORERS
 
 COLORS = ("auto", "always", "never")
 
@@ -60,6 +60,7 @@ Model = Annotated[
         "--model",
         metavar="MODEL",
         help=f"A folder, a Hugging Face id, or a name from `cocktail models list` (default: {_DEFAULT.model}).",
+        autocompletion=complete(MODELS),
         rich_help_panel=_MODEL,
     ),
 ]
@@ -325,6 +326,7 @@ DraftModel = Annotated[
         "--draft-model",
         metavar="MODEL",
         help="A smaller model that drafts, with the same tokenizer.",
+        autocompletion=complete(MODELS),
         rich_help_panel=_SPECULATION,
     ),
 ]
