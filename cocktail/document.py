@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 PAGE_SEPARATOR = "\n\n"
-SUPPORTED = "Supported are PDF, Markdown, plain text and source code."
+SUPPORTED = "Supported are PDF, DOCX, PPTX, XLSX, HTML, EPUB, ODT, ODP, ODS, Markdown, plain text and source code."
 OCR_HINT = "This version has no OCR: run `ocrmypdf in.pdf out.pdf` first, then ask out.pdf."
 # Under this share of real text a page is reported; good pages of real files lie above 0.97.
 MIN_QUALITY = 0.9
 # Raised when the same bytes give other text.
-_EXTRACTOR = 1
+_EXTRACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Document:
 
     Args:
         path: As the user gave it; "-" is standard input.
-        format: "pdf", "markdown", "text" or "code".
+        format: "pdf", "docx", "pptx", "xlsx", "html", "epub", "odt", "odp", "ods", "markdown", "text" or "code".
         sha256: Of the file's bytes, hexadecimal.
         pages: The pages read, in the file's order; without those left out by --pages or damaged.
         page_count: Pages in the file.
@@ -112,7 +112,7 @@ def read_document(
         read, page_count, is_locked = read_pdf(data, name, pages=pages, password=password, reporter=sink, warn=warn)
     else:
         is_locked = False
-        file_format, everything = _read_text(data, path, name, warn)
+        file_format, everything = _read_other(data, path, name, sink, warn)
         page_count = len(everything)
         wanted = parse_page_ranges(pages, page_count) if pages is not None else range(1, page_count + 1)
         read = [everything[number - 1] for number in wanted]
@@ -124,7 +124,7 @@ def read_document(
 
 def extractor_version() -> str:
     """What the text of the same bytes depends on."""
-    libraries = (f"{name} {version(name)}" for name in ("pypdfium2", "charset-normalizer"))
+    libraries = (f"{name} {version(name)}" for name in ("pypdfium2", "charset-normalizer", "selectolax"))
     return ", ".join((f"cocktail {_EXTRACTOR}", *libraries))
 
 
@@ -158,11 +158,31 @@ def document_bytes(path: str) -> bytes:
         raise DocumentError(f"{path} is larger than the free memory.", "Split it into smaller files.") from error
 
 
-def _read_text(data: bytes, path: str, name: str, warn: Callable[[str], None]) -> tuple[str, list[Page]]:
-    """Returns the format and the pages, which form feeds part."""
+def _read_other(
+    data: bytes, path: str, name: str, reporter: Reporter, warn: Callable[[str], None]
+) -> tuple[str, list[Page]]:
+    """Returns the format and the pages of what is no PDF."""
+    kind = binary_kind(data)
+    if kind is not None:
+        from cocktail.containers import read_container
+
+        if found := read_container(data, kind, name, path, reporter, warn):
+            return found
+    else:
+        from cocktail.web_page import is_html, read_html
+
+        if is_html(data, path):
+            with reporter.stage("parse", unit="bytes") as advance:
+                return "html", read_html(data, name, warn, advance)
+    return _read_text(data, path, name, kind, warn)
+
+
+def _read_text(
+    data: bytes, path: str, name: str, kind: str | None, warn: Callable[[str], None]
+) -> tuple[str, list[Page]]:
+    """Returns the format and the pages, which form feeds part, of Markdown headings."""
     from cocktail.text_file import decode_text, text_format  # charset-normalizer takes longer to load than to run
 
-    kind = binary_kind(data)
     if kind is None and (decoded := decode_text(data)) is not None:
         text, doubt = decoded
         if doubt:
@@ -183,7 +203,8 @@ def _check_text(read: list[Page], page_count: int, file_format: str, name: str, 
     empty = [page.number for page in read if not page.text.strip()]
     if file_format != "pdf":
         if len(empty) == len(read):
-            raise NoTextError(f"{name} holds only white space.", "Give a file that holds text.")
+            what = "only white space" if read[0].unit == "page" else "no text"
+            raise NoTextError(f"{name} holds {what}.", "Give a file that holds text; text in pictures is not read.")
         return
     if len(empty) == len(read):
         chosen = f" chosen (of {page_count})" if len(read) < page_count else ""

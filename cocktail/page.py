@@ -26,19 +26,22 @@ _RANGE = re.compile(r"(\d{0,9})\s*(-?)\s*(\d{0,9})", re.ASCII)
 
 @dataclass(frozen=True)
 class Page:
-    """One page.
+    """One page, or what a format has in its place: a section, slide, sheet or chapter.
 
     Args:
         number: Position in the file, from 1.
-        label: What the PDF calls the page ("iv", "12"), else the number.
+        label: What the PDF calls the page ("iv", "12"), the headings above a section, a slide's or sheet's or
+            chapter's name, else the number.
         text: The page's text, newlines as "\\n", encodable as UTF-8.
         quality: Share of the visible characters that are real text, 0 to 1; 1 for a page without any.
+        unit: "page", "section", "slide", "sheet" or "chapter".
     """
 
     number: int
     label: str
     text: str
     quality: float
+    unit: str = "page"
 
 
 def page_from_pdf_text(number: int, label: str, raw: str) -> Page:

@@ -1,0 +1,87 @@
+"""Formats that are no PDF and no plain text: which one a file is, and its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import NoReturn
+
+from cocktail.errors import DocumentError, EncryptedError
+from cocktail.page import Page
+from cocktail.report import Reporter
+from cocktail.sniff import OFFICE_FORMATS, OLD_OFFICE
+
+_CONVERT = "Save it as {new} in the program that made it, or run `soffice --convert-to {new} FILE`, and ask that."
+# (what the directory of an old Office file names, what a person calls it, what to save it as)
+_OLD_STREAMS = (
+    ("WordDocument", "an old Word document (DOC)", "docx"),
+    ("Workbook", "an old Excel workbook (XLS)", "xlsx"),
+    ("Book", "an old Excel workbook (XLS)", "xlsx"),
+    ("PowerPoint Document", "an old PowerPoint presentation (PPT)", "pptx"),
+    ("__substg1.0_", "an Outlook message (MSG)", "html"),
+)
+
+
+def read_container(
+    data: bytes, kind: str, name: str, path: str, reporter: Reporter, warn: Callable[[str], None]
+) -> tuple[str, list[Page]] | None:
+    """The format and pages of an office document or an e-book; None for any other kind of file.
+
+    Args:
+        data: The file.
+        kind: What `sniff.binary_kind` calls it.
+        name: What messages call it.
+        path: Its name is a hint only; a wrong one is said.
+        reporter: Told of progress.
+        warn: Told of damage and of what is left out.
+
+    Raises:
+        DocumentError: It is damaged, or an old format.
+        EncryptedError: It is encrypted.
+    """
+    if kind == OLD_OFFICE:
+        _refuse_old(data, name)
+    file_format = OFFICE_FORMATS.get(kind)
+    if file_format is None:
+        return None
+    suffix = PurePath(path).suffix.lower().lstrip(".")
+    if suffix in ("pdf", *OFFICE_FORMATS.values(), "doc", "xls", "ppt") and suffix != file_format:
+        warn(f"{name} is named like a {suffix.upper()} file but is {kind}; read as that.")
+    from cocktail.zip_package import ZipPackage
+
+    with reporter.stage("parse", unit="bytes") as advance:
+        package = ZipPackage(data, name, warn, advance)
+        if file_format == "docx":
+            from cocktail.docx import read_docx
+
+            return file_format, read_docx(package, warn)
+        if file_format == "pptx":
+            from cocktail.pptx import read_pptx
+
+            return file_format, read_pptx(package)
+        if file_format == "xlsx":
+            from cocktail.xlsx import read_xlsx
+
+            return file_format, read_xlsx(package)
+        if file_format == "epub":
+            from cocktail.epub import read_epub
+
+            return file_format, read_epub(package, warn, advance)
+        from cocktail.odf import read_odf
+
+        return file_format, read_odf(package, file_format, warn)
+
+
+def _refuse_old(data: bytes, name: str) -> NoReturn:
+    """Raises the error for a file in the container of old Office programs, which new ones encrypt into."""
+
+    def holds(stream: str) -> bool:
+        return stream.encode("utf-16-le") in data
+
+    if holds("EncryptedPackage"):
+        raise EncryptedError(
+            f"{name} is an encrypted Office document, and this version opens none.",
+            "Save it without a password in the program that made it, then ask that.",
+        )
+    found = next(((kind, new) for stream, kind, new in _OLD_STREAMS if holds(stream)), (OLD_OFFICE, "docx"))
+    raise DocumentError(f"{name} is {found[0]}, which this version cannot read.", _CONVERT.format(new=found[1]))
