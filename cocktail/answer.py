@@ -16,9 +16,9 @@ SCHEMA_VERSION = 1
 class Citation:
     """A passage of the document that supports the answer.
 
-    `page` counts from 1; `start` and `end` are character offsets into that page's text, so that
-    `page_text[start:end] == quote`; `precision` is "fp16", "fp8", "int8", "int4",
-    "int3" or "int2".
+    `page` counts from 1; `unit` says what it is: "page", or what the format has in its place (see `Page`). `start` and
+    `end` are character offsets into that page's text, so that `page_text[start:end] == quote`; `precision` is "fp16",
+    "fp8", "int8", "int4", "int3" or "int2".
     """
 
     page: int
@@ -29,6 +29,15 @@ class Citation:
     quote: str
     score: float
     precision: str
+    unit: str = "page"
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for people: "p. iv", "slide 3: Costs", "Birds > Ducks"."""
+        label = " ".join(self.page_label.split()) or str(self.page)
+        if self.unit == "page":
+            return f"p. {label}" + (f", page {self.page} of the file" if label != str(self.page) else "")
+        return f"{self.unit} {label}" if self.unit in ("slide", "sheet") else label
 
 
 @dataclass(frozen=True)

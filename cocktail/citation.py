@@ -63,6 +63,7 @@ def cite(
             quote=quote.text,
             score=round(quote.support, 4),
             precision=plan.precision(quote.passage) if quote.passage < len(tokenized.chunks) else LABELS[FULL],
+            unit=document.pages[quote.page].unit,
         )
         for quote in best_quotes(tokenized, question, answer, scores, limit)
     )

@@ -10,8 +10,10 @@ from cocktail.errors import DocumentError, EncryptedError
 from cocktail.page import Page
 from cocktail.report import Reporter
 from cocktail.sniff import OFFICE_FORMATS, OLD_OFFICE
+from cocktail.zip_package import DAMAGE_HINT, ZipPackage
 
 _CONVERT = "Save it as {new} in the program that made it, or run `soffice --convert-to {new} FILE`, and ask that."
+_MAIN_PARTS = {"docx": "word/document.xml", "pptx": "ppt/presentation.xml", "xlsx": "xl/workbook.xml"}
 # (what the directory of an old Office file names, what a person calls it, what to save it as)
 _OLD_STREAMS = (
     ("WordDocument", "an old Word document (DOC)", "docx"),
@@ -47,29 +49,39 @@ def read_container(
     suffix = PurePath(path).suffix.lower().lstrip(".")
     if suffix in ("pdf", *OFFICE_FORMATS.values(), "doc", "xls", "ppt") and suffix != file_format:
         warn(f"{name} is named like a {suffix.upper()} file but is {kind}; read as that.")
-    from cocktail.zip_package import ZipPackage
-
     with reporter.stage("parse", unit="bytes") as advance:
         package = ZipPackage(data, name, warn, advance)
-        if file_format == "docx":
-            from cocktail.docx import read_docx
+        pages = _read(package, file_format, kind, warn, advance)
+    if package.damage is not None and not any(page.text.strip() for page in pages):
+        raise DocumentError(f"{name} is damaged: {package.damage}.", DAMAGE_HINT)
+    return file_format, pages
 
-            return file_format, read_docx(package, warn)
-        if file_format == "pptx":
-            from cocktail.pptx import read_pptx
 
-            return file_format, read_pptx(package)
-        if file_format == "xlsx":
-            from cocktail.xlsx import read_xlsx
+def _read(
+    package: ZipPackage, file_format: str, kind: str, warn: Callable[[str], None], advance: Callable[[int], None]
+) -> list[Page]:
+    """The pages of an office document or an e-book; each format is loaded only where it is needed."""
+    if file_format == "epub":
+        from cocktail.epub import read_epub
 
-            return file_format, read_xlsx(package)
-        if file_format == "epub":
-            from cocktail.epub import read_epub
-
-            return file_format, read_epub(package, warn, advance)
+        return read_epub(package, warn, advance)
+    if file_format in ("odt", "odp", "ods"):
         from cocktail.odf import read_odf
 
-        return file_format, read_odf(package, file_format, warn)
+        return read_odf(package, file_format, warn)
+    found = (target for word, target in package.relations("").values() if word == "officeDocument")
+    main = package.require(next(found, _MAIN_PARTS[file_format]), kind)
+    if file_format == "docx":
+        from cocktail.docx import read_docx
+
+        return read_docx(package, main, warn)
+    if file_format == "pptx":
+        from cocktail.pptx import read_pptx
+
+        return read_pptx(package, main)
+    from cocktail.xlsx import read_xlsx
+
+    return read_xlsx(package, main)
 
 
 def _refuse_old(data: bytes, name: str) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -62,6 +62,11 @@ class Document:
         """The pages' texts, joined by PAGE_SEPARATOR."""
         return PAGE_SEPARATOR.join(page.text for page in self.pages)
 
+    @property
+    def unit(self) -> str:
+        """What its pages are; see `Page`."""
+        return self.pages[0].unit if self.pages else "page"
+
     @cached_property
     def page_starts(self) -> tuple[int, ...]:
         """The offset in `text` at which each page's text starts."""
@@ -114,7 +119,9 @@ def read_document(
         is_locked = False
         file_format, everything = _read_other(data, path, name, sink, warn)
         page_count = len(everything)
-        wanted = parse_page_ranges(pages, page_count) if pages is not None else range(1, page_count + 1)
+        wanted: Iterable[int] = range(1, page_count + 1)
+        if pages is not None:
+            wanted = parse_page_ranges(pages, page_count, everything[0].unit)
         read = [everything[number - 1] for number in wanted]
     _check_text(read, page_count, file_format, name, warn)
     _check_quality(read, page_count, name, strict, warn)
@@ -164,7 +171,7 @@ def _read_other(
     """Returns the format and the pages of what is no PDF."""
     kind = binary_kind(data)
     if kind is not None:
-        from cocktail.containers import read_container
+        from cocktail.containers import read_container  # as with PDFium
 
         if found := read_container(data, kind, name, path, reporter, warn):
             return found
@@ -180,7 +187,7 @@ def _read_other(
 def _read_text(
     data: bytes, path: str, name: str, kind: str | None, warn: Callable[[str], None]
 ) -> tuple[str, list[Page]]:
-    """Returns the format and the pages, which form feeds part, of Markdown headings."""
+    """Returns the format and the pages, which form feeds part, or headings in Markdown."""
     from cocktail.text_file import decode_text, text_format  # charset-normalizer takes longer to load than to run
 
     if kind is None and (decoded := decode_text(data)) is not None:
@@ -192,8 +199,12 @@ def _read_text(
         parts = text.split("\f")
         if len(parts) > 1 and not parts[-1].strip():  # a form feed ends a page rather than starts one
             parts.pop()
-        pages = [Page(i, str(i), part, text_quality(part)) for i, part in enumerate(parts, start=1)]
-        return text_format(path, text), pages
+        file_format = text_format(path, text)
+        if file_format == "markdown" and len(parts) == 1:
+            from cocktail.markdown_sections import read_sections
+
+            return file_format, read_sections(text)
+        return file_format, [Page(i, str(i), part, text_quality(part)) for i, part in enumerate(parts, start=1)]
     if path.lower().endswith(".pdf"):
         raise DocumentError(f"{name} is not a PDF: it is {kind or 'binary data without a PDF header'}.", SUPPORTED)
     raise DocumentError(f"{name} is {kind or 'binary data'}, which this version cannot read.", SUPPORTED)
@@ -224,8 +235,9 @@ def _check_quality(read: list[Page], page_count: int, name: str, strict: bool, w
     if not garbled:
         return
     worst = min(page.quality for page in garbled)
+    where = format_pages((page.number for page in garbled), unit=garbled[0].unit)
     message = (
-        f"{name}: text of {format_pages(page.number for page in garbled)} of {page_count} is partly unreadable "
+        f"{name}: text of {where} of {page_count} is partly unreadable "
         f"(at worst {worst:.1%} real characters, {MIN_QUALITY:.0%} needed)"
     )
     if strict:

@@ -12,25 +12,26 @@ from cocktail.zip_package import ZipPackage
 
 # What Word does not show: the old side of tracked changes, field codes, the second form of a drawing, furigana.
 _NOT_SHOWN = frozenset(
-    ("w:del", "w:moveFrom", "w:delText", "w:instrText", "mc:Fallback", "w:rt")
-    + ("w:pPrChange", "w:rPrChange", "w:sectPrChange", "w:tblPrChange", "w:trPrChange", "w:tcPrChange")
+    "w:del w:moveFrom w:delText w:instrText mc:Fallback w:rt w:pPrChange w:rPrChange w:sectPrChange w:tblPrChange "  # noqa: SIM905
+    "w:trPrChange w:tcPrChange".split()
 )
 _BREAKS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "-"}
 # How the parts of a formula are joined; see `_Body._close_math`.
 _MATH_JOINTS = {"m:den": "/", "m:sup": "^", "m:sub": "_"}
 _MATH_GROUPS = frozenset((*_MATH_JOINTS, "m:num", "m:deg"))
+_MATH_SIGNS = frozenset(("m:rad", "m:chr", "m:d", "m:begChr", "m:endChr", "m:e"))
 _NOTES = {"w:footnote": "Footnote", "w:endnote": "Endnote", "w:comment": "Comment"}
 _BODY_LEVEL = 9
 
 
-def read_docx(package: ZipPackage, warn: Callable[[str], None]) -> list[Page]:
+def read_docx(package: ZipPackage, main: str, warn: Callable[[str], None]) -> list[Page]:
     """The sections of a Word document; notes and comments follow the paragraph that refers to them.
 
     Args:
         package: The file.
+        main: The member that the others hang on.
         warn: Told of hidden text, which is left out, and of damage.
     """
-    main = next((to for kind, to in package.relations("").values() if kind == "officeDocument"), "word/document.xml")
     related = package.relations(main)
     styles, numbering, notes = Styles(), Numbering(), _Notes(package.name)
     for kind, target in related.values():
@@ -105,6 +106,8 @@ class _Body:
         self._skipped = 0
         self._in_run = self._in_text = self._is_hidden = False
         self._math: list[list[str]] = []
+        # For each bracket of a formula that is open: what opens it, if that is yet to be written, and what closes it.
+        self._brackets: list[list[str]] = []
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         """Reads a tag."""
@@ -127,8 +130,8 @@ class _Body:
             self._add(_BREAKS[tag])
         elif tag in _MATH_GROUPS:
             self._math.append([])
-        elif tag == "m:rad":
-            self._add("√")
+        elif tag in _MATH_SIGNS:
+            self._read_math(tag, attributes)
         elif self._in_run and tag in ("w:vanish", "w:rStyle"):
             styled = self._styles.find(attributes.get("w:val", "")).hidden if tag == "w:rStyle" else None
             self._is_hidden = bool(styled) if tag == "w:rStyle" else is_on(attributes)
@@ -151,6 +154,8 @@ class _Body:
             self.flow.end_row()
         elif tag in _MATH_GROUPS and self._math:
             self._close_math(tag)
+        elif tag == "m:d" and self._brackets:
+            self._add(self._brackets.pop()[1])
 
     def data(self, text: str) -> None:
         """Adds shown text."""
@@ -188,6 +193,21 @@ class _Body:
             self._math[-1].append(text)
         else:
             self.flow.text(text)
+
+    def _read_math(self, tag: str, attributes: Mapping[str, str]) -> None:
+        """Writes roots, sums and brackets."""
+        sign = attributes.get("m:val", "")
+        if tag == "m:rad":
+            self._add("√")
+        elif tag == "m:chr" and len(sign) == 1:
+            self._add(sign)
+        elif tag == "m:d":
+            self._brackets.append(["(", ")"])
+        elif self._brackets and tag in ("m:begChr", "m:endChr"):
+            self._brackets[-1][tag == "m:endChr"] = sign[:1]
+        elif self._brackets and tag == "m:e":
+            self._add(self._brackets[-1][0])
+            self._brackets[-1][0] = ""
 
     def _close_math(self, tag: str) -> None:
         """Writes a part of a formula: a/b, x^(n+1), x_i."""

@@ -75,7 +75,8 @@ class Styles:
     def find(self, identity: str) -> Style:
         """A style with all that it takes over; an empty one where there is none."""
         if identity not in self._effective:
-            found, seen, at = Style(), set(), identity
+            seen: set[str] = set()
+            found, at = Style(), identity
             while at in self._styles and at not in seen and len(seen) < 50:
                 seen.add(at)
                 style = self._styles[at]

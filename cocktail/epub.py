@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import posixpath
+import re
 from collections.abc import Callable, Mapping
 
 from cocktail.errors import DocumentError, EncryptedError
@@ -16,12 +17,12 @@ from cocktail.zip_package import DAMAGE_HINT, ZipPackage, join
 
 # These scramble embedded fonts, which anyone may undo.
 _FONT_SCRAMBLING = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+# HTML would take all that follows for their text.
+_CLOSED_AT_ONCE = re.compile(r"<(title|script|style|textarea|iframe|noscript|template)\b([^<>]*)/>", re.IGNORECASE)
 _TEXT_TYPES = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml")
 
 
-def read_epub(
-    package: ZipPackage, warn: Callable[[str], None], advance: Callable[[int], None]
-) -> list[Page]:
+def read_epub(package: ZipPackage, warn: Callable[[str], None], advance: Callable[[int], None]) -> list[Page]:
     """The chapters of a book, named by its table of contents or else by their own headings.
 
     Raises:
@@ -34,7 +35,10 @@ def read_epub(
     opf = next((name for name in container.values if name in package), None)
     opf = opf or next((name for name in package.names if name.lower().endswith(".opf")), None)
     if opf is None:
-        raise DocumentError(f"{package.name} is damaged: the list of its chapters is missing.", DAMAGE_HINT)
+        raise DocumentError(
+            f"{package.name} is damaged: it looks like an EPUB book, but the list of its chapters is missing.",
+            DAMAGE_HINT,
+        )
     book = _Book(posixpath.dirname(opf))
     package.parse(opf, book)
     titles = _titles(package, book)
@@ -64,7 +68,8 @@ def _read_chapter(
         # XHTML is no HTML where a tag closes itself, so HTML comes second.
         parse_xml(io.BytesIO(data), _Unused(), advance)
     except (XmlError, ValueError, LookupError):
-        add_html(html_text(data, package.name, warn), flow, package.name, advance)
+        text = _CLOSED_AT_ONCE.sub(r"<\1\2></\1>", html_text(data, package.name, warn))
+        add_html(text, flow, package.name, advance)
     else:
         markup = Markup(flow)
         parse_xml(io.BytesIO(data), markup, advance)
@@ -77,7 +82,8 @@ def _check_protection(package: ZipPackage) -> None:
     package.parse("META-INF/encryption.xml", methods)
     if any(method not in _FONT_SCRAMBLING for method in methods.values):
         raise EncryptedError(
-            f"{package.name} is encrypted by copy protection (DRM).", "Only its shop's reader opens it; ask another copy."
+            f"{package.name} is encrypted by copy protection (DRM).",
+            "Only its shop's reader opens it; ask another copy.",
         )
 
 

@@ -12,6 +12,7 @@ from cocktail.page import Page, drop_unprintable, normalize_newlines, text_quali
 MAX_CHARACTERS = 1 << 26
 CELL_SEPARATOR = " | "
 WHOLE = "whole document"
+BEGINNING = "beginning"
 _LABEL_PIECE = 60
 _LABEL = 120
 _ANSI_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -32,6 +33,34 @@ class _Row:
     cells: list[list[str]] = field(default_factory=list)
 
 
+class Headings:
+    """The headings above a place, from which its page is named.
+
+    Args:
+        root: Stands above all of them, such as the name of a chapter.
+    """
+
+    def __init__(self, root: str = "") -> None:
+        self._root = _cut(" ".join(root.split()), _LABEL_PIECE)
+        self._open: list[tuple[int, str]] = []
+
+    def enter(self, level: int, text: str) -> bool:
+        """Notes a heading; returns whether it lies under the one before it."""
+        while self._open and self._open[-1][0] >= level:
+            self._open.pop()
+        is_below = bool(self._open)
+        self._open.append((level, _cut(text, _LABEL_PIECE)))
+        return is_below
+
+    def label(self) -> str:
+        """What the page is called: "Birds > Ducks"."""
+        names = ([self._root] if self._root else []) + [text for _, text in self._open]
+        if len(names) > 1 and names[0] == names[1]:
+            names.pop(0)
+        label = " > ".join(names)
+        return label if len(label) <= _LABEL else _cut(" > ".join(("…", *names[-2:])), _LABEL)
+
+
 class Flow:
     """Collects a document's text into pages: sections, slides, sheets or chapters.
 
@@ -43,11 +72,10 @@ class Flow:
     def __init__(self, unit: str, name: str) -> None:
         self.unit, self._name = unit, name
         self._parts: list[_Part] = []
-        self._headings: list[tuple[int, str]] = []
+        self._headings = Headings()
         self._pieces: list[str] = []
         self._rows: list[_Row | None] = []
         self._characters = 0
-        self._root = ""
 
     @property
     def has_text(self) -> bool:
@@ -96,15 +124,17 @@ class Flow:
             self._pieces.append(line)
             self.end_block()
             return
-        while self._headings and self._headings[-1][0] >= level:
-            self._headings.pop()
-        is_below = bool(self._headings) and bool(self._parts) and self._parts[-1].only_headings
-        self._headings.append((level, line))
-        if not is_below or not self._parts[-1].blocks:
+        is_below = self._headings.enter(level, line)
+        if not self._parts or (self._parts[-1].blocks and not (is_below and self._parts[-1].only_headings)):
             self._parts.append(_Part(""))
         part = self._parts[-1]
-        part.label = self._label()
+        part.label = self._headings.label()
         part.blocks += ["\n\n", line] if part.blocks else [line]
+
+    def gap(self) -> None:
+        """Parts the next block from the last one by a blank line."""
+        if self._parts:
+            self._parts[-1].tight = False
 
     def part(self, label: str, *, nested: bool = False) -> None:
         """Begins a new page.
@@ -114,8 +144,7 @@ class Flow:
             nested: Whether headings within it begin further pages, named after it.
         """
         self.end_block()
-        self._headings.clear()
-        self._root = _cut(" ".join(label.split()), _LABEL_PIECE) if nested else ""
+        self._headings = Headings(label if nested else "")
         self._parts.append(_Part(_cut(" ".join(label.split()), _LABEL)))
 
     def label_part(self, label: str) -> None:
@@ -178,7 +207,7 @@ class Flow:
             self.end_table()
         self.end_block()
         kept = [part for part in self._parts if part.blocks or keep_empty] or [_Part("")]
-        unnamed = WHOLE if len(kept) == 1 else "beginning"
+        unnamed = WHOLE if len(kept) == 1 else BEGINNING
         pages = []
         for number, part in enumerate(kept, start=1):
             text = "".join(part.blocks)
@@ -193,27 +222,20 @@ class Flow:
             for text in filled[0]:
                 self._block(text, tight=len(filled[0]) == 1)
         elif filled:
-            while not row.cells[-1]:
-                row.cells.pop()
-            self._block(CELL_SEPARATOR.join(" ".join(" ".join(cell).split()) for cell in row.cells), tight=True)
+            last = max(i for i, cell in enumerate(row.cells) if cell)
+            lines = (" ".join(" ".join(cell).split()) for cell in row.cells[: last + 1])
+            self._block(CELL_SEPARATOR.join(lines), tight=True)
         for cell in row.cells:
             cell.clear()
 
     def _block(self, text: str, tight: bool) -> None:
         if not self._parts:
-            self._parts.append(_Part(self._root))
+            self._parts.append(_Part(""))
         part = self._parts[-1]
         if part.blocks:
             part.blocks.append("\n" if tight and part.tight else "\n\n")
         part.blocks.append(text)
         part.tight, part.only_headings = tight, False
-
-    def _label(self) -> str:
-        names = ([self._root] if self._root else []) + [_cut(text, _LABEL_PIECE) for _, text in self._headings]
-        if len(names) > 1 and names[0] == names[1]:
-            names.pop(0)
-        label = " > ".join(names)
-        return label if len(label) <= _LABEL else _cut(" > ".join(("…", *names[-2:])), _LABEL)
 
 
 def _clean(text: str) -> str:

@@ -83,9 +83,7 @@ class Markup:
         if level := _level(tag):
             self._flow_collapsed()
             self._flow.end_heading(level, prefix=self._take_mark())
-        elif tag in _BLOCKS:
-            self._end_block()
-        elif tag in ("td", "th"):
+        elif tag in _BLOCKS or tag in ("td", "th"):
             self._end_block()
         elif tag == "tr":
             self._end_block()
@@ -142,4 +140,3 @@ def _level(tag: str) -> int:
 
 def _is_hidden(attributes: Mapping[str, str | None]) -> bool:
     return "hidden" in attributes or bool(_HIDING.search(attributes.get("style") or ""))
-

@@ -11,8 +11,8 @@ from cocktail.zip_package import ZipPackage
 
 UNITS = {"odt": "section", "odp": "slide", "ods": "sheet"}
 _NOT_SHOWN = frozenset(
-    ("text:tracked-changes", "text:hidden-text", "text:hidden-paragraph", "text:ruby-text", "office:forms")
-    + ("text:table-of-content-source", "text:note-citation", "text:page-number", "text:bibliography-source")
+    "text:tracked-changes text:hidden-text text:hidden-paragraph text:ruby-text text:table-of-content-source "  # noqa: SIM905
+    "text:note-citation text:page-number text:bibliography-source office:forms".split()
 )
 # A row may say that its cell comes a million times.
 _MOST_REPEATS = 50
@@ -38,6 +38,7 @@ def read_odf(package: ZipPackage, file_format: str, warn: Callable[[str], None])
             f"{package.name} is encrypted, and this version opens no encrypted OpenDocument file.",
             "Save it without a password, then ask that.",
         )
+    package.require("content.xml", "an OpenDocument file")
     flow = Flow(UNITS[file_format], package.name)
     styles = _HiddenStyles()
     package.parse("styles.xml", styles)

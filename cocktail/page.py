@@ -75,17 +75,18 @@ def drop_unprintable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
-def parse_page_ranges(spec: str, page_count: int) -> list[int]:
+def parse_page_ranges(spec: str, page_count: int, unit: str = "page") -> list[int]:
     """Returns the page numbers that a specification names, ascending and each once.
 
     Args:
         spec: Ranges of positions from 1, such as "3-10", "1,4-6", "5-" or "-3".
         page_count: Pages in the document.
+        unit: What messages call a page; see `Page`.
 
     Raises:
         UsageError: The specification cannot be read or names a page that the document does not have.
     """
-    has = "1 page" if page_count == 1 else f"{page_count} pages"
+    has = f"1 {unit}" if page_count == 1 else f"{page_count} {unit}s"
     hint = 'Count pages from 1 in the file, whatever is printed on them: "3-10", "1,4-6", "5-" or "-3".'
     chosen: set[int] = set()
     for part in spec.split(","):
@@ -102,7 +103,7 @@ def parse_page_ranges(spec: str, page_count: int) -> list[int]:
     return sorted(chosen)
 
 
-def format_pages(numbers: Iterable[int], most: int = 20) -> str:
+def format_pages(numbers: Iterable[int], most: int = 20, unit: str = "page") -> str:
     """Returns "page 4" or "pages 1-3, 7" for ascending page numbers, at most `most` ranges of them."""
     ranges: list[list[int]] = []
     for number in numbers:
@@ -113,4 +114,4 @@ def format_pages(numbers: Iterable[int], most: int = 20) -> str:
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     more = f" and {len(parts) - most} more ranges" if len(parts) > most else ""
     several = len(ranges) > 1 or ranges[0][0] != ranges[0][1]
-    return ("pages " if several else "page ") + ", ".join(parts[:most]) + more
+    return (f"{unit}s " if several else f"{unit} ") + ", ".join(parts[:most]) + more

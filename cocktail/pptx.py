@@ -11,11 +11,8 @@ from cocktail.zip_package import ZipPackage
 _NUMBER_FIELDS = ("slidenum", "datetime")
 
 
-def read_pptx(package: ZipPackage) -> list[Page]:
+def read_pptx(package: ZipPackage, main: str) -> list[Page]:
     """The slides in the order of the show, each with its notes and comments; hidden ones say so in their label."""
-    main = next(
-        (to for kind, to in package.relations("").values() if kind == "officeDocument"), "ppt/presentation.xml"
-    )
     related = package.relations(main)
     order = _Order()
     package.parse(main, order)
@@ -75,7 +72,7 @@ class Shapes:
         self._is_comment = comment
         self._kind: str | None = None
         self._skipped = 0
-        self._in_text = self._is_first = False
+        self._in_text = False
         self._level = 0
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
@@ -87,12 +84,11 @@ class Shapes:
         elif tag == "p:sld":
             self.is_hidden = attributes.get("show", "1") in ("0", "false")
         elif tag in ("p:sp", "p:graphicFrame", "p:pic"):
-            self._kind, self._is_first = None, True
+            self._kind = None
+            self._flow.gap()
         elif tag == "p:ph":
             self._kind = attributes.get("type", "body")
-        elif tag == "a:t" or (self._is_comment and tag == "p:text"):
-            self._in_text = True
-        elif local == "v":  # a chart's values
+        elif tag == "a:t" or (self._is_comment and tag == "p:text") or local == "v":
             self._in_text = True
         elif tag == "a:br":
             self._flow.text("\n")
@@ -141,7 +137,6 @@ class Shapes:
         if self._kind in ("title", "ctrTitle") and not self.title:
             self.title = " ".join(text.split())
         self._flow.text(text)
-        self._flow.end_block(prefix=self._prefix + "  " * self._level, tight=not self._is_first)
-        self._is_first = False
+        self._flow.end_block(prefix=self._prefix + "  " * self._level, tight=True)
         if not self._is_comment:
             self._prefix = ""

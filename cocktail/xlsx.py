@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from decimal import ROUND_HALF_UP, Decimal
 
 from cocktail.flow import CELL_SEPARATOR, Flow
 from cocktail.page import Page
@@ -19,12 +20,12 @@ _DATE_IDS = frozenset((*range(14, 23), *range(27, 37), *range(45, 48), *range(50
 _PERCENT_IDS = {9: 0, 10: 2}
 # Columns without a value between two with one; more are not worth a separator each.
 _MOST_GAPS = 20
+_LONGEST_NUMBER = 15
 _LAST_DAY = 2_958_465  # 31 December 9999
 
 
-def read_xlsx(package: ZipPackage) -> list[Page]:
+def read_xlsx(package: ZipPackage, main: str) -> list[Page]:
     """The sheets in the workbook's order, with their comments and text boxes; hidden ones say so in their label."""
-    main = next((to for kind, to in package.relations("").values() if kind == "officeDocument"), "xl/workbook.xml")
     related = package.relations(main)
     book, strings, formats = _Book(), _Strings(), _Formats()
     package.parse(main, book)
@@ -137,8 +138,8 @@ class _Formats:
             return _date(value, is_1904) or text
         if form in _PERCENT_IDS or "%" in first:
             places = _PERCENT_IDS.get(form, len(first.partition(".")[2].partition("%")[0]))
-            return f"{value * 100:.{min(places, 10)}f}%"
-        return f"{value:.15g}" if abs(value) < 1e15 else text
+            return _percent(text, min(places, 10))
+        return f"{value:.15g}" if abs(value) < 10**_LONGEST_NUMBER else text
 
 
 class _Sheet:
@@ -239,6 +240,14 @@ def _date(value: float, is_1904: bool) -> str:
     if value < 1 and not is_1904:
         return moment.strftime("%H:%M:%S")
     return moment.date().isoformat() if not value % 1 else f"{moment:%Y-%m-%d %H:%M:%S}"
+
+
+def _percent(text: str, places: int) -> str:
+    """A share as a percentage, halves rounded up as Excel does."""
+    share = Decimal(text).scaleb(2)
+    if share.adjusted() > _LONGEST_NUMBER:
+        return text
+    return f"{share.quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)}%"
 
 
 def _unescape(text: str) -> str:

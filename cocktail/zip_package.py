@@ -37,7 +37,7 @@ class _Limited(io.RawIOBase):
 
 
 class ZipPackage:
-    """The members of a ZIP file.
+    """The members of a ZIP file. `damage` is the first that was found in them.
 
     Args:
         data: The file.
@@ -52,6 +52,7 @@ class ZipPackage:
     def __init__(self, data: bytes, name: str, warn: Callable[[str], None], advance: Callable[[int], None]) -> None:
         self.name, self._warn, self._advance = name, warn, advance
         self._unpacked = 0
+        self.damage: str | None = None
         try:
             self._archive = zipfile.ZipFile(io.BytesIO(data))
             self._members = {item.filename.replace("\\", "/").lstrip("/"): item for item in self._archive.infolist()}
@@ -84,7 +85,7 @@ class ZipPackage:
         return data
 
     def parse(self, member: str, handler: XmlHandler) -> bool:
-        """Sends a member's XML to `handler`, as far as it is sound; damage is said. Returns whether all of it was read.
+        """Sends a member's XML to `handler`, as far as it is sound; returns whether all of it was read. Damage is said.
 
         Raises:
             DocumentError: What is unpacked is too large.
@@ -96,9 +97,24 @@ class ZipPackage:
             with self._archive.open(self._plain(member)) as stream:
                 parse_xml(_Limited(stream, self._count), handler)  # type: ignore[arg-type]
         except DAMAGE as error:
-            self._warn(f"{self.name}: {member} is damaged ({_reason(error)}); text of it may be missing.")
+            reason = f"{member}: {_reason(error)}"
+            self._warn(f"{self.name} is damaged ({reason}); text may be missing.")
+            self.damage = self.damage or reason
             return False
         return True
+
+    def require(self, member: str, kind: str) -> str:
+        """Returns the name of a member that must be there.
+
+        Args:
+            kind: What a person calls such a file.
+
+        Raises:
+            DocumentError: It is missing.
+        """
+        if member not in self._members:
+            raise DocumentError(f"{self.name} is damaged: it looks like {kind}, but {member} is missing.", DAMAGE_HINT)
+        return member
 
     def relations(self, member: str) -> dict[str, tuple[str, str]]:
         """What an Office member refers to within the package: by id, the kind's last word and the member's name."""

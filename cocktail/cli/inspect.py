@@ -108,7 +108,13 @@ def inspection_json(inspection: Inspection, question: str | None) -> dict[str, A
             "characters": len(document.text),
         },
         "pages": [
-            {"page": page.number, "page_label": page.label, "characters": len(page.text), "quality": page.quality}
+            {
+                "page": page.number,
+                "page_label": page.label,
+                "unit": page.unit,
+                "characters": len(page.text),
+                "quality": page.quality,
+            }
             for page in document.pages
         ],
         "question": question,
@@ -157,12 +163,12 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     rows = [(str(page.number), page.label, f"{len(page.text):,}", f"{page.quality:.2f}") for page in document.pages]
     tail = len(tokenized.token_ids) - tokenized.remainder_start
     lines = [
-        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, 'page')}, "
+        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, document.unit)}, "
         f"{len(document.text):,} characters",
         f"{len(tokenized.token_ids):,} tokens: {len(tokenized.chunks):,} chunks of {tokenized.chunk_size}"
         + (f" and {tail} more" if tail else ""),
         "",
-        aligned(("page", "label", "characters", "quality"), rows),
+        aligned((document.unit, "label", "characters", "quality"), rows),
     ]
     scores = _scores(inspection)
     if not scores or inspection.plan is None:
@@ -180,7 +186,7 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
         for position in best
     ]
     strip = heat_strip(scores, precisions, width, colored=colored)
-    table = aligned(("score", "kept", "page", "text"), top)
+    table = aligned(("score", "kept", document.unit, "text"), top)
     return [*lines, "", f"{inspection.plan.policy}: {counts}", *strip, "", table]
 
 
