@@ -9,7 +9,7 @@ from typing import NoReturn
 from cocktail.errors import DocumentError, EncryptedError
 from cocktail.page import Page
 from cocktail.report import Reporter
-from cocktail.sniff import OFFICE_FORMATS, OLD_OFFICE
+from cocktail.sniff import DAMAGED_ZIP, OFFICE_FORMATS, OLD_OFFICE
 from cocktail.zip_package import DAMAGE_HINT, ZipPackage
 
 _CONVERT = "Save it as {new} in the program that made it, or run `soffice --convert-to {new} FILE`, and ask that."
@@ -41,6 +41,8 @@ def read_container(
         DocumentError: It is damaged, or an old format.
         EncryptedError: It is encrypted.
     """
+    if kind == DAMAGED_ZIP:
+        raise DocumentError(f"{name} is {kind}: its end may be missing.", DAMAGE_HINT)
     if kind == OLD_OFFICE:
         _refuse_old(data, name)
     file_format = OFFICE_FORMATS.get(kind)

@@ -8,6 +8,7 @@ import zlib
 from pathlib import PurePath
 
 OLD_OFFICE = "an old Office document (DOC, XLS or PPT)"
+DAMAGED_ZIP = "a damaged ZIP archive or Office document"
 # (signature, offset, what a person calls it)
 _SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", 0, "a PNG image"),
@@ -92,12 +93,15 @@ def _zip_kind(data: bytes) -> str:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.namelist()
+            # Of a file that is cut off, what is found is another file within it.
+            if members and min(item.header_offset for item in archive.infolist()) > 0:
+                return DAMAGED_ZIP
             mimetype = b""
             if "mimetype" in members:
                 with archive.open("mimetype") as stored:
                     mimetype = stored.read(100)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError):
-        return "a damaged ZIP archive or Office document"
+        return DAMAGED_ZIP
     if (found := _ZIP_MIMETYPES.get(mimetype.strip())) is not None:
         return _KINDS[found]
     if "META-INF/container.xml" in members:
