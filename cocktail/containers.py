@@ -55,7 +55,7 @@ def read_container(
         package = ZipPackage(data, name, warn, advance)
         pages = _read(package, file_format, kind, warn, advance)
     if package.damage is not None and not any(page.text.strip() for page in pages):
-        raise DocumentError(f"{name} is damaged: {package.damage}.", DAMAGE_HINT)
+        raise DocumentError(f"{name}, {kind}, is damaged: {package.damage}.", DAMAGE_HINT)
     return file_format, pages
 
 
@@ -70,7 +70,7 @@ def _read(
     if file_format in ("odt", "odp", "ods"):
         from cocktail.odf import read_odf
 
-        return read_odf(package, file_format, warn)
+        return read_odf(package, file_format, kind, warn)
     found = (target for word, target in package.relations("").values() if word == "officeDocument")
     main = package.require(next(found, _MAIN_PARTS[file_format]), kind)
     if file_format == "docx":

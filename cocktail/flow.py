@@ -211,7 +211,7 @@ class Flow:
         pages = []
         for number, part in enumerate(kept, start=1):
             text = "".join(part.blocks)
-            label = drop_unprintable(_ANSI_SEQUENCE.sub("", part.label)).strip() or unnamed
+            label = clean_line(part.label) or unnamed
             pages.append(Page(number, label, drop_unprintable(text), text_quality(text), self.unit))
         return pages
 
@@ -242,6 +242,11 @@ def _clean(text: str) -> str:
     """Text with one kind of newline, without escape codes, and without spaces at the ends of lines."""
     lines = normalize_newlines(_ANSI_SEQUENCE.sub("", text)).split("\n")
     return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+
+def clean_line(text: str) -> str:
+    """Text on one line without anything that cannot be printed."""
+    return " ".join(drop_unprintable(_ANSI_SEQUENCE.sub("", text)).split())
 
 
 def collapse(text: str) -> str:

@@ -20,12 +20,13 @@ _MOST_SPACES = 100
 _NOTES = {"text:note": "Note", "office:annotation": "Comment"}
 
 
-def read_odf(package: ZipPackage, file_format: str, warn: Callable[[str], None]) -> list[Page]:
+def read_odf(package: ZipPackage, file_format: str, kind: str, warn: Callable[[str], None]) -> list[Page]:
     """The pages of an OpenDocument file.
 
     Args:
         package: The file.
         file_format: "odt", "odp" or "ods".
+        kind: What a person calls it.
         warn: Told of hidden text, which is left out.
 
     Raises:
@@ -38,7 +39,7 @@ def read_odf(package: ZipPackage, file_format: str, warn: Callable[[str], None])
             f"{package.name} is encrypted, and this version opens no encrypted OpenDocument file.",
             "Save it without a password, then ask that.",
         )
-    package.require("content.xml", "an OpenDocument file")
+    package.require("content.xml", kind)
     flow = Flow(UNITS[file_format], package.name)
     styles = _HiddenStyles()
     package.parse("styles.xml", styles)

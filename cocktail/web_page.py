@@ -11,7 +11,7 @@ from pathlib import PurePath
 from selectolax.lexbor import LexborHTMLParser, LexborNode
 
 from cocktail.errors import DocumentError
-from cocktail.flow import Flow
+from cocktail.flow import BEGINNING, WHOLE, Flow, clean_line
 from cocktail.markup import Markup
 from cocktail.page import Page
 from cocktail.text_file import CODE_SUFFIXES, decode_text
@@ -65,11 +65,11 @@ def read_html(data: bytes, name: str, warn: Callable[[str], None], advance: Call
             f"{name} is {len(data):,} bytes of HTML; {_MAX_BYTES:,} are read.", "Split it into smaller files."
         )
     flow = Flow("section", name)
-    title = add_html(html_text(data, name, warn), flow, name, advance)
+    title = clean_line(add_html(html_text(data, name, warn), flow, name, advance))
     pages = flow.pages()
     if title and len(pages[0].text) and not pages[0].text.startswith(title):
         first = pages[0]
-        label = title[:60] if first.label in ("beginning", "whole document") else first.label
+        label = title[:60] if first.label in (BEGINNING, WHOLE) else first.label
         pages[0] = Page(first.number, label, f"{title}\n\n{first.text}", first.quality, first.unit)
     return pages
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import sys
 import time
 import zipfile
@@ -123,7 +122,7 @@ def test_what_stands_before_the_damage_is_read_and_the_damage_said() -> None:
 
 
 def test_a_damaged_file_without_text_is_an_error() -> None:
-    with pytest.raises(DocumentError, match=r"damaged: word/document.xml: not well-formed"):
+    with pytest.raises(DocumentError, match=r"Word document \(DOCX\), is damaged: word/document.xml: not well-formed"):
         read(zip_file({"word/document.xml": "<a><<"}))
     with pytest.raises(DocumentError, match=r"word/document.xml is missing"):
         read(zip_file({"[Content_Types].xml": "", "word/other.xml": ""}))
@@ -133,7 +132,7 @@ def test_a_damaged_file_without_text_is_an_error() -> None:
 
 def test_damaged_files_give_text_or_an_error() -> None:
     rich = list(FILES.items())
-    tally = fuzz([(f"in.{kind}", data) for kind, data in rich], count=240, seed=random.randrange(1 << 30), seconds=20)
+    tally = fuzz([(f"in.{kind}", data) for kind, data in rich], count=240, seed=1, seconds=20)
     assert tally.outcomes.total() == 240
     assert len(tally.outcomes) > 3
 
@@ -195,7 +194,7 @@ ESCAPES = "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J [bold]plain[/bold] \u202ee
 @pytest.mark.parametrize(
     ("data", "path"),
     [
-        (f"<html><h1>{ESCAPES}</h1><p>{ESCAPES}</p>".encode(), "a.html"),
+        (f"<html><title>{ESCAPES}</title><h1>{ESCAPES}</h1><p>{ESCAPES}</p>".encode(), "a.html"),
         (f"# {ESCAPES}\n{ESCAPES}\n# two\n".encode(), "a.md"),
         (xlsx({"_x001B_[31m": ROW}, ("_x001B_[31mred_x001B_[0m _x009B_2J [bold]plain[/bold]",)), "a.xlsx"),
         (epub({"a.xhtml": "<h1>&#x9b;2J [bold]plain[/bold]</h1>"}), "a.epub"),
