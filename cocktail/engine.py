@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cocktail.answer import Answer
+from cocktail.answer import Answer, CacheStats
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.chunk import TokenizedDocument, tokenize_document
 from cocktail.config import Config
 from cocktail.document import Document, read_document
+from cocktail.errors import UsageError
 from cocktail.out_of_memory import memory_errors
 from cocktail.report import Recorder, Reporter
 from cocktail.stopwatch import Stopwatch
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 class Request:
     """What is asked about what; `data` holds the document's bytes where they are not in a file, as for "-".
 
-    `alike` refuses questions that would not all be answered as each would be alone.
+    `alike` refuses questions that would not all be answered as each would be alone. `others` are files that are read
+    after the first as parts of one document, of which nothing is kept on disk.
     """
 
     document: str
@@ -41,11 +43,15 @@ class Request:
     password: str | None = None
     strict: bool = False
     alike: bool = False
+    others: tuple[str, ...] = ()
 
     def read_kept(self, config: Config, reporter: Reporter) -> KeptDocument:
         """As `read`, from the user's store if it is there."""
         from cocktail.kept_context import KeptDocument
 
+        if self.others:
+            # What is kept of a file is removed by its name, and this would be kept under several.
+            return KeptDocument(self.read(reporter), None, CacheStats(reason="several documents are not kept"), "exact")
         return KeptDocument.read(
             self.document,
             config,
@@ -62,13 +68,18 @@ class Request:
         Raises:
             CocktailError: It cannot be read, or not as asked.
         """
-        return read_document(
-            self.document,
-            data=self.data,
-            pages=self.pages,
-            password=self.password,
-            strict=self.strict,
-            reporter=reporter,
+        from cocktail.joint_document import join_documents
+
+        if self.others and self.pages is not None:
+            raise UsageError("--pages goes with one document.", "Leave it out, or ask one document at a time.")
+        sources = [(self.document, self.data), *((path, None) for path in self.others)]
+        return join_documents(
+            [
+                read_document(
+                    path, data=data, pages=self.pages, password=self.password, strict=self.strict, reporter=reporter
+                )
+                for path, data in sources
+            ]
         )
 
 

@@ -35,6 +35,7 @@ class Page:
         text: The page's text, newlines as "\\n", encodable as UTF-8.
         quality: Share of the visible characters that are real text, 0 to 1; 1 for a page without any.
         unit: "page", "section", "slide", "sheet" or "chapter".
+        file: The file's path where several are read as one document; else None.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Page:
     text: str
     quality: float
     unit: str = "page"
+    file: str | None = None
 
 
 def page_from_pdf_text(number: int, label: str, raw: str) -> Page:
