@@ -18,7 +18,7 @@ from cocktail.xml_events import XmlError, XmlHandler, parse_xml
 # What is unpacked of one document. Pictures are not; a million rows of a sheet are 100 to 500 MB.
 MAX_UNPACKED_BYTES = 1 << 29
 DAMAGE = (
-    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError, KeyError),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError, LookupError),
     *(XmlError, OverflowError, lzma.LZMAError, struct.error),
 )
 DAMAGE_HINT = "Fetch it again, or open it in the program that made it and save it anew."

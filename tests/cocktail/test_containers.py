@@ -137,6 +137,11 @@ def test_damaged_files_give_text_or_an_error() -> None:
     assert len(tally.outcomes) > 3
 
 
+def test_an_encoding_that_is_unknown_is_damage() -> None:
+    with pytest.raises(DocumentError, match="unknown encoding: UTFm8"):
+        read(zip_file({"word/document.xml": '<?xml version="1.0" encoding="UTFm8"?><a/>'}))
+
+
 # Files made to exhaust time or memory
 
 
