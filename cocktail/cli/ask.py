@@ -158,7 +158,7 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
     if len(rest) > 1:
         raise UsageError(
             f"Got more than DOC and QUESTION: {' '.join(rest[1:])}.",
-            f"Documents come first, then the question in quotes. {_EXAMPLE}",
+            f"Put the question in quotes, after the documents. {_EXAMPLE}",
         )
     return others, rest[0] if rest else None
 
