@@ -21,6 +21,7 @@ from cocktail.answer import (
     versions,
 )
 from cocktail.citation import cite
+from cocktail.closeness import is_close
 from cocktail.config import Config
 from cocktail.decode import generate
 from cocktail.draft_model import prefill_draft
@@ -188,9 +189,15 @@ def make_answer(
         warnings.append(f"the answer was cut at --max-tokens {config.max_tokens}.")
         recorder.reporter.warn(warnings[-1])
     text = generation.text.rstrip()
+    reading, plan, scores = job.reading, cache.plan, job.reading.scores[index]
+    assert plan is not None
     answered = is_answered(text)
-    reading, plan = job.reading, job.plans[index]
-    citations = cite(reading.tokenized, question, text, reading.scores[index], plan) if answered else ()
+    # What is asked after an answer may mean a word of it.
+    if answered and not job.history_ids and not is_close(reading.tokenized, question, scores, config.scorer):
+        answered = False
+        warnings.append("nothing in the document is close to the question: the answer may not come from it.")
+        recorder.reporter.warn(warnings[-1])
+    citations = cite(reading.tokenized, question, text, scores, plan) if answered else ()
     document, kept = reading.document, len(reading.tokenized.token_ids)
     ended = time.perf_counter()
     return Answer(

@@ -1,4 +1,4 @@
-"""What baselines do to a layer's keys and values before the bits of their plan are given to them."""
+"""What is done to a layer's keys and values before the bits of a plan are given to them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cocktail.bit_plan import FULL, BitPlan
 from cocktail.context import ContextLayout, LayerContext
 from cocktail.kernels.limits import QUANTIZE_VALUES
 from cocktail.kernels.quantize_pack_ref import quantize_groups
+from cocktail.rotation import rotation
 
 
 def prepared(context: LayerContext, layout: ContextLayout, plan: BitPlan, layer: int) -> LayerContext:
@@ -16,6 +17,9 @@ def prepared(context: LayerContext, layout: ContextLayout, plan: BitPlan, layer:
 
     The one that is given is never written to: it may be kept for other questions.
     """
+    if plan.rotates_values:
+        value = context.value
+        return LayerContext(context.key, value @ rotation(value.shape[-1], value.dtype, value.device))
     k_bits, v_bits = plan.layer(layer)
     if plan.outlier_chunks:
         quantized = np.flatnonzero(np.minimum(k_bits, v_bits) < FULL)

@@ -10,7 +10,8 @@ import torch
 from transformers import Cache
 
 from cocktail.kernels.batch_attention import RowContext, RowContexts, batch_attention
-from cocktail.kv_cache import LayerKV, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import LayerKV
 from cocktail.prefill import causal_rows
 
 
@@ -116,7 +117,7 @@ class BatchView:
         """Attention of every row over its own context and tail: [num_heads, rows, head_dim] to the same shape."""
         if self.contexts is not None:
             stops = [slot + 1 for span in self.spans for slot in span]
-            return batch_attention(query, self.contexts, self.owners, stops, scaling)
+            return self.layers[0].turned(batch_attention(query, self.contexts, self.owners, stops, scaling))
         parts = query.split([len(span) for span in self.spans if span], dim=1)
         return torch.cat([view.attend(part, scaling) for view, part in zip(self.views, parts, strict=True)], dim=1)
 
@@ -126,11 +127,11 @@ class BatchView:
         for layer, slots in self._slots():
             stop = first + slots.stop - slots.start
             layer.key[:, slots] = key[:, first:stop]
-            layer.value[:, slots] = value[:, first:stop]
+            layer.value[:, slots] = layer.turned(value[:, first:stop])
             first = stop
 
     def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of what these slots hold, as `write` takes it."""
+        """Room for what `write` takes: a copy of what these slots hold, values rotated where the layers' are."""
         held = [(layer.key[:, slots], layer.value[:, slots]) for layer, slots in self._slots()]
         key, value = zip(*held, strict=True)
         return torch.cat(key, dim=1), torch.cat(value, dim=1)

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from cocktail.baselines import prepared
 from cocktail.bit_plan import BitPlan
-from cocktail.context import ContextLayout, KVGeometry, LayerContext, bit_pairs, block_bytes, unquantized_bytes
-from cocktail.kernels.quantize_pack import quantize_pack
-from cocktail.kernels.segment import UNQUANTIZED, Segment, value_group_size
+from cocktail.context import (
+    ContextLayout,
+    ContextSource,
+    KVGeometry,
+    LayerContext,
+    bit_pairs,
+    block_bytes,
+    chunk_segment,
+    unquantized_bytes,
+)
+from cocktail.kernels.segment import UNQUANTIZED, Segment
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 from cocktail.kv_cache import MixedKVCache
-from cocktail.prefill import ContextSource
 
 # What an allocation may take beyond the tensor.
 _ALLOCATION_BYTES = 512
+# Spans of fewer chunks, at the beginning and the end of a document.
+_SHORT_SPANS = 2
 
 Pair = tuple[int, int]
+# Chunks that share key scales, ascending, and their bits.
+Unit = tuple[tuple[int, ...], Pair]
 
 
 def shared_bytes(
@@ -42,7 +54,7 @@ def shared_bytes(
         tail_capacity: slots of each one's tail.
         itemsize: bytes of one value of the run's dtype.
     """
-    head_dim, heads = geometry.head_dim, geometry.num_kv_heads
+    head_dim, heads, plan = geometry.head_dim, geometry.num_kv_heads, plans[0]
     outside = layout.context_len - layout.num_chunks * layout.chunk_size
     total = width * unquantized_bytes(geometry, layout, tail_capacity, itemsize)
     for index, window in enumerate(geometry.windows):
@@ -53,32 +65,44 @@ def shared_bytes(
         total += 2 * outside * head_dim * itemsize * heads
         for pair in pairs:
             wanted = (k_bits == pair[0]) & (v_bits == pair[1])
-            # No more slots are made than questions that are answered at one time can want.
-            most = min(int(wanted.any(axis=0).sum()), int(np.sort(wanted.sum(axis=1))[-width:].sum()))
-            k_pair, v_pair = (np.array([number]) for number in pair)
-            total += most * int(block_bytes(head_dim, layout.chunk_size, k_pair, v_pair, itemsize)[0]) * heads
+            # No more slots are made than questions that are answered at one time can want; where attention decides,
+            # they may want any.
+            any_of = layout.num_chunks if plan.movable is not None else int(wanted.any(axis=0).sum())
+            most = min(any_of, int(np.sort(wanted.sum(axis=1))[-width:].sum()))
+            chunks = np.full((2, most), [[number] for number in pair])
+            total += int(block_bytes(geometry, layout.chunk_size, chunks[0], chunks[1], itemsize, plan).sum())
+            # A short span at either end has scales for itself.
+            total += _SHORT_SPANS * 4 * head_dim * heads if plan.span > 1 else 0
         # A question has a table of its own. Slabs that some block is left in after joins and leaves are few.
         segments = min(len(plans), 2 * width + 8) * len(pairs) + 1
-        total += width * (4 * layout.num_chunks + 8 * COLUMNS * segments)
+        total += width * (2 * 4 * layout.num_chunks + 8 * COLUMNS * segments)
         total += segments * len(fields(Segment)) * _ALLOCATION_BYTES
     return total
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Physical blocks of a unit, one a chunk, and the row of their key scales."""
+
+    slots: tuple[int, ...]
+    row: int
+
+
 @dataclass(eq=False)
 class _Slab:
-    """Physical blocks of one pair of bits; `free` are the numbers of those that nothing is kept in."""
+    """Physical blocks of one pair of bits; `free` are the places that nothing is kept in."""
 
     segment: Segment
-    free: list[int] = field(default_factory=list)
+    free: list[_Place] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Block:
-    """Where a chunk is kept at one precision, and how many questions read it there."""
+    """Where a unit is kept, and how many questions read it there."""
 
-    chunk: int
+    unit: Unit
     slab: _Slab
-    slot: int
+    place: _Place
     references: int = 0
 
 
@@ -87,7 +111,7 @@ class _LayerPool:
     """One layer's blocks, and the segment of what every question reads as it is: prefix and remainder."""
 
     slabs: dict[Pair, list[_Slab]] = field(default_factory=dict)
-    blocks: dict[tuple[int, Pair], _Block] = field(default_factory=dict)
+    blocks: dict[Unit, _Block] = field(default_factory=dict)
     rest: Segment | None = None
 
     @property
@@ -116,25 +140,48 @@ class BlockPool:
     def lend(self, caches: Sequence[MixedKVCache], source: ContextSource, plans: Sequence[BitPlan]) -> None:
         """Gives the caches of questions their context, each by its plan; `take_back` ends it.
 
+        Where attention decides, a layer is lent when the question's first rows attend to it.
+
         Args:
             caches: each is lent to once.
             source: the document's unquantized KV; of a layer of which every block is there it is not read.
             plans: one a cache.
         """
+        lent = list(zip(caches, plans, strict=True))
+        self._lend_at_once([(cache, plan) for cache, plan in lent if plan.movable is None], source)
+        for cache, plan in lent:
+            if plan.movable is not None:
+                self._lent[cache] = [[] for _ in self._layers]
+                cache.seal_all(source, plan, partial(self._lend_layer, cache, plan))
+
+    def _lend_at_once(self, lent: Sequence[tuple[MixedKVCache, BitPlan]], source: ContextSource) -> None:
         try:
-            self._make_all(caches, source, plans)
+            self._make_all(lent, source)
         except BaseException:
             for layer in self._layers:
-                for block in [block for block in layer.blocks.values() if not block.references]:
-                    self._free(layer, block)
+                self._free_unread(layer)
             raise
         # Nothing is lent before every layer could be read.
-        for cache, plan in zip(caches, plans, strict=True):
-            lent = [self._blocks(index, plan) for index in range(len(self._layers))]
-            for block in itertools.chain.from_iterable(lent):
+        for cache, plan in lent:
+            blocks = [self._blocks(index, plan) for index in range(len(self._layers))]
+            for block in itertools.chain.from_iterable(blocks):
                 block.references += 1
-            cache.use_segments([_table(*parts) for parts in zip(self._layers, lent, strict=True)])
-            self._lent[cache] = lent
+            cache.use_segments([_table(*parts) for parts in zip(self._layers, blocks, strict=True)], plan)
+            self._lent[cache] = blocks
+
+    def _lend_layer(
+        self, cache: MixedKVCache, plan: BitPlan, index: int, context: LayerContext, bits: tuple[np.ndarray, np.ndarray]
+    ) -> SegmentTable:
+        layer, units = self._layers[index], _units(*bits, plan.span)
+        try:
+            self._make_missing(layer, index, lambda: context, units, plan)
+        except BaseException:
+            self._free_unread(layer)
+            raise
+        blocks = self._lent[cache][index] = [layer.blocks[unit] for unit in units]
+        for block in blocks:
+            block.references += 1
+        return _table(layer, blocks)
 
     def take_back(self, cache: MixedKVCache) -> None:
         """Ends what was lent to a cache, which has no context then; blocks that no other reads are freed."""
@@ -152,91 +199,117 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all layers that some question reads."""
-        return sum(len(layer.blocks) for layer in self._layers)
+        """Chunks of all layers that some question reads, at each of their bits."""
+        return sum(len(chunks) for layer in self._layers for chunks, _ in layer.blocks)
 
-    def _make_all(self, caches: Sequence[MixedKVCache], source: ContextSource, plans: Sequence[BitPlan]) -> None:
+    def _make_all(self, lent: Sequence[tuple[MixedKVCache, BitPlan]], source: ContextSource) -> None:
         for index, window in enumerate(self._geometry.windows):
-            if window is None:
-                self._make_missing(index, source, plans)
-                continue
-            context = source.layer(index)
-            for cache, plan in zip(caches, plans, strict=True):
-                cache.seal(index, context, plan)
+            if window is not None:
+                context = source.layer(index)
+                for cache, plan in lent:
+                    cache.seal(index, context, plan)
+            elif lent:
+                units = [unit for _, plan in lent for unit in _units(*plan.layer(index), plan.span)]
+                # What is done to a context before does not depend on the question.
+                self._make_missing(self._layers[index], index, partial(source.layer, index), units, lent[0][1])
 
     def _blocks(self, index: int, plan: BitPlan) -> list[_Block]:
         if self._geometry.windows[index] is not None:
             return []
         blocks = self._layers[index].blocks
-        return [blocks[key] for key in _keys(index, plan)]
+        return [blocks[unit] for unit in _units(*plan.layer(index), plan.span)]
 
-    def _make_missing(self, index: int, source: ContextSource, plans: Sequence[BitPlan]) -> None:
-        layer = self._layers[index]
-        wanted = {key for plan in plans for key in _keys(index, plan)}
-        missing = sorted(wanted - layer.blocks.keys())
+    def _make_missing(
+        self, layer: _LayerPool, index: int, source: Callable[[], LayerContext], units: Iterable[Unit], plan: BitPlan
+    ) -> None:
+        missing = sorted(set(units) - layer.blocks.keys())
         has_rest = self._layout.context_len > self._layout.num_chunks * self._layout.chunk_size
         makes_rest = has_rest and layer.rest is None
         if not missing and not makes_rest:
             return
-        # What is done to it before does not depend on the question.
-        context = prepared(source.layer(index), self._layout, plans[0], index)
+        context = prepared(source(), self._layout, plan, index)
         if makes_rest:
             layer.rest = _rest(context, self._layout)
         for pair in sorted({pair for _, pair in missing}):
-            chunks = [chunk for chunk, wants in missing if wants == pair]
-            self._add(layer, context, pair, chunks, plans[0].clips_keys)
+            self._add(layer, context, [unit for unit in missing if unit[1] == pair], plan)
 
-    def _add(self, layer: _LayerPool, context: LayerContext, pair: Pair, chunks: list[int], clip_keys: bool) -> None:
-        """Quantizes chunks, ascending, into free slots and, for those that these do not hold, into a new slab."""
-        slabs = layer.slabs.setdefault(pair, [])
+    def _add(self, layer: _LayerPool, context: LayerContext, units: Sequence[Unit], plan: BitPlan) -> None:
+        """Quantizes units of one pair of bits into free places and, those that these do not hold, into a new slab."""
+        slabs = layer.slabs.setdefault(units[0][1], [])
         for slab in slabs:
-            count = min(len(slab.free), len(chunks))
-            now, chunks = chunks[:count], chunks[count:]
-            if now:
-                packed = self._packed(context, pair, now, clip_keys)
-                slots, slab.free = slab.free[:count], slab.free[count:]
-                _copy(packed, slab.segment, slots)
-                layer.blocks |= {
-                    (chunk, pair): _Block(chunk, slab, slot) for chunk, slot in zip(now, slots, strict=True)
-                }
-        if chunks:
-            slab = _Slab(self._packed(context, pair, chunks, clip_keys))
+            placed: dict[Unit, _Place] = {}
+            for unit in units:
+                place = next((place for place in slab.free if len(place.slots) == len(unit[0])), None)
+                if place is not None:
+                    slab.free.remove(place)
+                    placed[unit] = place
+            if placed:
+                try:
+                    _copy(self._packed(context, list(placed), plan), slab.segment, list(placed.values()))
+                except BaseException:
+                    slab.free += placed.values()
+                    raise
+                layer.blocks |= {unit: _Block(unit, slab, place) for unit, place in placed.items()}
+                units = [unit for unit in units if unit not in placed]
+        if units:
+            slab = _Slab(self._packed(context, units, plan))
             slabs.append(slab)
-            layer.blocks |= {(chunk, pair): _Block(chunk, slab, slot) for slot, chunk in enumerate(chunks)}
+            layer.blocks |= {unit: _Block(unit, slab, place) for unit, place in zip(units, _places(units), strict=True)}
 
-    def _packed(self, context: LayerContext, pair: Pair, chunks: Sequence[int], clip_keys: bool) -> Segment:
-        layout = self._layout
-        span, shape = slice(layout.prefix_len, layout.chunks_end), (layout.num_chunks, layout.chunk_size)
-        key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
-        blocks = torch.tensor(chunks, device=key.device)
-        return quantize_pack(key, value, blocks, *pair, value_group_size(key.shape[-1]), clip_keys=clip_keys)
+    def _packed(self, context: LayerContext, units: Sequence[Unit], plan: BitPlan) -> Segment:
+        chunks = np.array([chunk for chunks, _ in units for chunk in chunks])
+        return chunk_segment(context, self._layout, plan, units[0][1], chunks)
+
+    def _free_unread(self, layer: _LayerPool) -> None:
+        for block in [block for block in layer.blocks.values() if not block.references]:
+            self._free(layer, block)
 
     def _free(self, layer: _LayerPool, block: _Block) -> None:
         slab = block.slab
-        pair = slab.segment.k_bits, slab.segment.v_bits
-        del layer.blocks[block.chunk, pair]
-        slab.free.append(block.slot)
-        if len(slab.free) == slab.segment.num_blocks:
-            layer.slabs[pair].remove(slab)
+        del layer.blocks[block.unit]
+        slab.free.append(block.place)
+        if sum(len(place.slots) for place in slab.free) == slab.segment.num_blocks:
+            layer.slabs[block.unit[1]].remove(slab)
 
 
-def _keys(index: int, plan: BitPlan) -> list[tuple[int, Pair]]:
-    k_bits, v_bits = plan.layer(index)
-    return list(enumerate(zip(k_bits.tolist(), v_bits.tolist(), strict=True)))
+def _units(k_bits: np.ndarray, v_bits: np.ndarray, span: int) -> list[Unit]:
+    """All chunks of a layer, those together that share key scales."""
+    units: dict[tuple[int, Pair], list[int]] = {}
+    for chunk, pair in enumerate(zip(k_bits.tolist(), v_bits.tolist(), strict=True)):
+        units.setdefault((chunk // span, pair), []).append(chunk)
+    return [(tuple(chunks), pair) for (_, pair), chunks in units.items()]
+
+
+def _places(units: Sequence[Unit]) -> list[_Place]:
+    """Where units lie in a segment that was made of them."""
+    ends = np.cumsum([len(chunks) for chunks, _ in units]).tolist()
+    return [
+        _Place(tuple(range(end - len(chunks), end)), row)
+        for row, ((chunks, _), end) in enumerate(zip(units, ends, strict=True))
+    ]
 
 
 def _table(layer: _LayerPool, blocks: Sequence[_Block]) -> SegmentTable:
     """The blocks as segments, one a slab, ascending by bits; chunks in document order."""
-    slots: dict[_Slab, list[int]] = {}
+    places: dict[_Slab, list[_Place]] = {}
     for block in blocks:
-        slots.setdefault(block.slab, []).append(block.slot)
+        places.setdefault(block.slab, []).append(block.place)
     segments = []
     for pair in sorted(layer.slabs):
         for slab in layer.slabs[pair]:
-            if slab in slots:
-                table = torch.tensor(slots[slab], dtype=torch.int32, device=slab.segment.key.device)
-                segments.append(replace(slab.segment, block_table=table))
+            if slab in places:
+                segments.append(_chosen(slab.segment, places[slab]))
     return SegmentTable(segments if layer.rest is None else [*segments, layer.rest])
+
+
+def _chosen(segment: Segment, places: Sequence[_Place]) -> Segment:
+    """The blocks of some places."""
+
+    def table(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=segment.key.device)
+
+    rows = None if segment.scale_index is None else table([place.row for place in places for _ in place.slots])
+    return replace(segment, block_table=table([slot for place in places for slot in place.slots]), scale_index=rows)
 
 
 def _rest(context: LayerContext, layout: ContextLayout) -> Segment:
@@ -248,9 +321,10 @@ def _rest(context: LayerContext, layout: ContextLayout) -> Segment:
     return Segment(UNQUANTIZED, UNQUANTIZED, outside(context.key), outside(context.value))
 
 
-def _copy(packed: Segment, into: Segment, slots: Sequence[int]) -> None:
-    index = torch.tensor(slots, device=into.key.device)
-    for name in ("key", "value", "k_scale", "k_zero", "v_scale", "v_zero"):
+def _copy(packed: Segment, into: Segment, places: Sequence[_Place]) -> None:
+    slots, rows = [slot for place in places for slot in place.slots], [place.row for place in places]
+    by_scale = ("k_scale", "k_zero", "k_range")
+    for name in ("key", "value", "v_scale", "v_zero", "v_range", *by_scale):
         source, target = getattr(packed, name), getattr(into, name)
         if source is not None:
-            target.index_copy_(1, index, source)
+            target.index_copy_(1, torch.tensor(rows if name in by_scale else slots, device=into.key.device), source)

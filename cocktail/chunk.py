@@ -10,6 +10,7 @@ import numpy as np
 
 from cocktail.document import Document
 from cocktail.errors import ModelError, UsageError
+from cocktail.interruptible import interruptible
 from cocktail.report import Reporter, SilentReporter
 from cocktail.score import min_max, smooth
 from cocktail.tokens import encode
@@ -113,7 +114,8 @@ def tokenize_document(
         )
     text = document.text
     with (reporter or SilentReporter()).stage("tokenize", total=len(text), unit="characters") as advance:
-        ids, spans = encode(tokenizer, text, special=False)
+        # Of thousands of pages it takes seconds.
+        ids, spans = interruptible(lambda: encode(tokenizer, text, special=False))
         advance(len(text))
     token_ids = np.array(ids, dtype=np.int32)
     offsets = np.array(spans, dtype=np.int64).reshape(-1, 2)

@@ -12,7 +12,7 @@ from cocktail.answer import Citation
 from cocktail.bit_plan import FULL, LABELS, BitPlan
 from cocktail.chunk import TokenizedDocument
 from cocktail.report import SilentReporter
-from cocktail.score import Bm25Scorer, min_max, smooth
+from cocktail.score import ASKING, Bm25Scorer, min_max, smooth, words
 
 QUOTE_CHARS = 300
 # Quotes begin this many characters apart, or text of very short sentences would be read a hundred times over.
@@ -75,9 +75,9 @@ def best_quotes(
 ) -> list[Quote]:
     """The quotes that support the answer best, best first, none touching another.
 
-    A quote's support is the mean of two scores from 0 to 1: BM25 of question and answer together, and the best
-    question score of the chunks it touches, averaged with their neighbours. The answer alone would follow a wrong
-    answer; the question alone finds the topic but not the sentence.
+    A quote's support is the mean of two scores from 0 to 1: BM25 of question and answer together, words that only ask
+    left out, and the best question score of the chunks it touches, averaged with their neighbours. The answer alone
+    would follow a wrong answer; the question alone finds the topic but not the sentence.
 
     Args:
         tokenized: What the model read of the document; nothing else is cited.
@@ -107,7 +107,8 @@ def best_quotes(
                 spans.append((page, start, end))
                 held.append(first + int(relevance[first:after].argmax()))
     texts = [document.pages[page].text[start:end] for page, start, end in spans]
-    lexical = Bm25Scorer().score(texts, [f"{question} {answer}"], SilentReporter())[0]
+    query = " ".join(word for word in words(f"{question} {answer}") if word not in ASKING)
+    lexical = Bm25Scorer().score(texts, [query], SilentReporter())[0]
     support = (min_max(lexical) + relevance[held]) / 2
 
     chosen: list[int] = []

@@ -24,6 +24,14 @@ DEFAULT_SCORER = "minilm"
 
 
 @dataclass(frozen=True, slots=True)
+class KvBudget:
+    """What the keys and values of a document's chunks may take: bytes, or a share of what they take at 16 bits."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that decides what a run computes. Sizes in bytes or tokens as named."""
 
@@ -45,6 +53,7 @@ class Config:
     alpha: float = 0.6
     beta: float = 0.1
     kv: str = "cocktail"
+    kv_budget: KvBudget | None = None  # what the document's chunks may take; None: the default plan's bits
     restate: int = 3  # passages repeated between document and question
     history: int = 2048  # tokens of a chat's earlier questions and answers
     draft: str = "auto"
@@ -57,6 +66,7 @@ class Config:
     workers: int | None = None  # processes of Ray; None: one for each card, else for each machine
     offline: bool = False
     cache_dir: Path | None = None  # None: platformdirs' user cache folder
+    ocr: bool = True  # of pages of a PDF without text, if it is installed
     cache: bool = True  # what is read of documents is kept on disk
     cache_bytes: int = 20_000_000_000  # that it may take
     cache_form: str = "exact"  # of a document's keys and values there
@@ -94,6 +104,11 @@ class Config:
             )
         check(self.verify in VERIFIERS, "--verify", self.verify, "one of " + ", ".join(VERIFIERS))
         check(8 <= self.chunk_size <= 256, "--chunk-size", self.chunk_size, "from 8 to 256 tokens")
+        if self.kv_budget is not None and self.kv != "cocktail":
+            raise UsageError(
+                f"--kv-budget has no meaning with --kv {self.kv}, whose bits are given.",
+                "Leave it out, or choose --kv cocktail.",
+            )
         check(0 <= self.alpha <= 1, "--alpha", self.alpha, "from 0 to 1")
         check(0 <= self.beta <= 1, "--beta", self.beta, "from 0 to 1")
         if self.alpha + self.beta > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -87,6 +87,13 @@ class LayerContext:
     value: torch.Tensor
 
 
+class ContextSource(Protocol):
+    """Has a document's unquantized KV."""
+
+    def layer(self, index: int) -> LayerContext:
+        """A layer's, on the device."""
+
+
 def planned_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, tail_capacity: int, itemsize: int) -> int:
     """What `MixedKVCache.nbytes` will be once every layer is sealed by `plan`, in bytes, without building it.
 
@@ -132,25 +139,54 @@ def _most_segments(layout: ContextLayout, plan: BitPlan, reorder: bool = True) -
 
 def segment_bytes(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, itemsize: int) -> int:
     """Bytes of all layers' segments, scales included; sliding-window layers have none."""
-    head_dim, chunk, total = geometry.head_dim, layout.chunk_size, 0
+    outside = 2 * (layout.context_len - layout.num_chunks * layout.chunk_size) * geometry.head_dim * itemsize
+    outside_bytes = _num_segmented(geometry) * geometry.num_kv_heads * outside
+    return outside_bytes + sum(bytes_by_key_bits(geometry, layout, plan, itemsize).values())
+
+
+def bytes_by_key_bits(geometry: KVGeometry, layout: ContextLayout, plan: BitPlan, itemsize: int) -> dict[int, int]:
+    """Bytes of all layers' chunks, for each width of their keys."""
+    found: dict[int, int] = {}
     for index, window in enumerate(geometry.windows):
-        if window is not None:
-            continue
-        outside = layout.context_len - layout.num_chunks * chunk
-        chunks = block_bytes(head_dim, chunk, *plan.layer(index), itemsize)
-        total += int(chunks.sum()) + 2 * outside * head_dim * itemsize
-    return total * geometry.num_kv_heads
+        if window is None:
+            k_bits, v_bits = plan.layer(index)
+            chunks = block_bytes(geometry, layout.chunk_size, k_bits, v_bits, itemsize, plan)
+            for bits in np.unique(k_bits).tolist():
+                found[bits] = found.get(bits, 0) + int(chunks[k_bits == bits].sum())
+    return found
 
 
-def block_bytes(head_dim: int, tokens: int, k_bits: np.ndarray, v_bits: np.ndarray, itemsize: int) -> np.ndarray:
-    """Bytes of one KV head's keys and values of a chunk, scales included, for each pair of bits; [n], int64."""
-    k_bits, v_bits = k_bits.astype(np.int64), v_bits.astype(np.int64)
+def block_bytes(
+    geometry: KVGeometry, tokens: int, k_bits: np.ndarray, v_bits: np.ndarray, itemsize: int, plan: BitPlan
+) -> np.ndarray:
+    """Bytes of each chunk of a layer, scales included: those that chunks share count with the first of them.
+
+    Args:
+        geometry: shapes.
+        tokens: of a chunk.
+        k_bits: [num_chunks]: bits of each chunk's keys.
+        v_bits: [num_chunks].
+        itemsize: bytes of one value of the run's dtype.
+        plan: says how scales are held.
+
+    Returns:
+        [num_chunks], int64.
+    """
+    head_dim, k_bits, v_bits = geometry.head_dim, k_bits.astype(np.int64), v_bits.astype(np.int64)
     unquantized, groups = tokens * head_dim * itemsize, head_dim // value_group_size(head_dim)
-    # FP8 codes have a scale and no zero.
-    k_coded = tokens * (head_dim * _stored(k_bits) // 8) + np.where(k_bits == FP8, 2, 4) * head_dim
-    v_coded = tokens * (head_dim * _stored(v_bits) // 8 + np.where(v_bits == FP8, 2, 4) * groups)
+    small = plan.scale_bits == 8
+    # FP8 codes have a float16 scale and no zero; 8-bit scales and zeros have a range of four float16 numbers.
+    k_scales = np.where(k_bits == FP8, 2 * head_dim, 2 * head_dim + 8 if small else 4 * head_dim)
+    v_scales = np.where(v_bits == FP8, 2 * tokens * groups, 2 * tokens * groups + 8 if small else 4 * tokens * groups)
+    unit, pair = np.arange(len(k_bits)) // plan.span, k_bits * 32 + v_bits
+    has_scales = np.zeros(len(k_bits), dtype=bool)
+    has_scales[np.unique(unit * 1024 + pair, return_index=True)[1]] = True
+    k_coded = tokens * head_dim * _stored(k_bits) // 8 + np.where(has_scales, k_scales, 0)
+    v_coded = tokens * head_dim * _stored(v_bits) // 8 + v_scales
     keys = np.where(k_bits == UNQUANTIZED, unquantized, k_coded)
-    return np.asarray(keys + np.where(v_bits == UNQUANTIZED, unquantized, v_coded))
+    values = np.where(v_bits == UNQUANTIZED, unquantized, v_coded)
+    indices = 4 * (k_bits != UNQUANTIZED) if plan.span > 1 else 0
+    return np.asarray((keys + values) * geometry.num_kv_heads + indices)
 
 
 def _stored(bits: np.ndarray) -> np.ndarray:
@@ -219,41 +255,61 @@ def bit_pairs(k_bits: np.ndarray, v_bits: np.ndarray) -> list[tuple[int, int]]:
 def context_segments(
     context: LayerContext,
     layout: ContextLayout,
-    k_bits: np.ndarray,
-    v_bits: np.ndarray,
+    plan: BitPlan,
+    bits: tuple[np.ndarray, np.ndarray],
     allocate: Allocate,
     reorder: bool = True,
-    clip_keys: bool = True,
 ) -> Iterator[Segment]:
     """One segment for each (k_bits, v_bits) pair that a layer's chunks use, ascending; see `MixedKVCache.seal`.
 
     Args:
         context: the layer's unquantized keys and values.
         layout: which tokens are prefix, chunks and remainder.
-        k_bits: [num_chunks]: bits of each chunk's keys.
-        v_bits: [num_chunks].
+        plan: how codes and scales are held.
+        bits: of each chunk's keys and of its values, both [num_chunks].
         allocate: where segments are held.
         reorder: False leaves the chunks in document order, one segment for each run of equal bits: what the paper's
             second module is measured against.
-        clip_keys: see `quantize_pack`.
     """
-    span = slice(layout.prefix_len, layout.chunks_end)
-    shape = (layout.num_chunks, layout.chunk_size)
-    key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
-    device, group = context.key.device, value_group_size(context.key.shape[-1])
+    k_bits, v_bits = bits
     unquantized = (k_bits == UNQUANTIZED) & (v_bits == UNQUANTIZED)
     for pair, blocks in _runs(k_bits, v_bits, reorder):
         if pair != (UNQUANTIZED, UNQUANTIZED) or not reorder:
-            chosen = torch.from_numpy(blocks).to(device)
-            yield quantize_pack(key, value, chosen, *pair, group, clip_keys=clip_keys, allocate=allocate)
+            yield chunk_segment(context, layout, plan, pair, blocks, allocate)
     full = np.flatnonzero(unquantized) if reorder else np.zeros(0, dtype=np.int64)
     rest = np.arange(layout.chunks_end, layout.context_len)
-    tokens = torch.from_numpy(np.concatenate([np.arange(layout.prefix_len), layout.tokens_of(full), rest])).to(device)
+    tokens = np.concatenate([np.arange(layout.prefix_len), layout.tokens_of(full), rest])
     if len(tokens):
-        held = [allocate((t.shape[0], 1, len(tokens), t.shape[2]), t.dtype) for t in (context.key, context.value)]
+        chosen = torch.from_numpy(tokens).to(context.key.device)
+        held = [allocate((t.shape[0], 1, len(chosen), t.shape[2]), t.dtype) for t in (context.key, context.value)]
         for into, source in zip(held, (context.key, context.value), strict=True):
-            torch.index_select(source, 1, tokens, out=into[:, 0])
+            torch.index_select(source, 1, chosen, out=into[:, 0])
         yield Segment(UNQUANTIZED, UNQUANTIZED, *held)
+
+
+def chunk_segment(
+    context: LayerContext,
+    layout: ContextLayout,
+    plan: BitPlan,
+    pair: tuple[int, int],
+    chunks: np.ndarray,
+    allocate: Allocate | None = None,
+) -> Segment:
+    """Chunks, ascending, at one pair of bits; `allocate` as in `quantize_pack`."""
+    span, shape = slice(layout.prefix_len, layout.chunks_end), (layout.num_chunks, layout.chunk_size)
+    key, value = context.key[:, span].unflatten(1, shape), context.value[:, span].unflatten(1, shape)
+    return quantize_pack(
+        key,
+        value,
+        torch.from_numpy(chunks),
+        *pair,
+        value_group_size(key.shape[-1]),
+        scale_bits=plan.scale_bits,
+        k_span=plan.span,
+        clip_keys=plan.clips_keys,
+        clip_values=plan.rotates_values,
+        allocate=allocate,
+    )
 
 
 def _runs(k_bits: np.ndarray, v_bits: np.ndarray, reorder: bool) -> Iterator[tuple[tuple[int, int], np.ndarray]]:

@@ -10,7 +10,7 @@ import torch
 
 from cocktail.answer import Answer, CacheStats
 from cocktail.answering import answer_question
-from cocktail.bit_plan import BitPlan, plan_bits, within
+from cocktail.bit_plan import DEFAULT_WIDTHS, BitPlan, plan_bits, within
 from cocktail.citation import QUOTE_CHARS
 from cocktail.config import Config
 from cocktail.document import Document
@@ -242,14 +242,15 @@ class Conversation:
         assert self._open is not None
         job, config = self._open.job, self._config
         history_bits, most_bytes = job.residency.history_bits, job.residency.kv_bytes
-        most_read = max(len(plan.unquantized) for plan in job.plans)
+        most_read = max(len(plan.draft_chunks) for plan in job.plans)
 
         def fits(plan: BitPlan) -> bool:
-            if job.draft_model is not None and len(plan.unquantized) > most_read:
+            if job.draft_model is not None and len(plan.draft_chunks) > most_read:
                 return False
             return kv_bytes(job.geometry, job.lengths, plan, history_bits, job.itemsize) <= most_bytes
 
-        wanted = plan_bits(job.residency.kv_policy, scores, config.alpha, config.beta, job.layout)
+        widths = job.plans[0].widths or DEFAULT_WIDTHS
+        wanted = plan_bits(job.residency.kv_policy, scores, config.alpha, config.beta, job.layout, widths)
         plan = within(wanted, scores, fits)
         if plan is not wanted:
             lowered = len(wanted.unquantized) - len(plan.unquantized)

@@ -23,7 +23,8 @@ from cocktail.kernels.dense_linear import dense_linear
 from cocktail.kernels.layer_weights import LayerWeights
 from cocktail.kernels.limits import FEW_ROWS
 from cocktail.kernels.low_bit_weight import LowBitWeight
-from cocktail.kv_cache import MixedKVCache, TailView
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import TailView
 from cocktail.substitute import LowBitLinear
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class _CompiledStep:
         output = self._step(weights, hidden_states, view, slots, kwargs["position_embeddings"])
         if self.agrees is None:
             # Both ways write the same slots, so what they hold is compared too: a difference in rotation shows there.
-            written = [slot.clone() for slot in slots]
+            written = [slot.clone() for slot in view.slots(rows)]
             expected = self._own(hidden_states, *args, **kwargs)
             self._gives_tuple = isinstance(expected, tuple)
             wanted = expected[0] if self._gives_tuple else expected

@@ -28,11 +28,10 @@ __all__ = [
 
 PAGE_SEPARATOR = "\n\n"
 SUPPORTED = "Supported are PDF, DOCX, PPTX, XLSX, HTML, EPUB, ODT, ODP, ODS, Markdown, plain text and source code."
-OCR_HINT = "This version has no OCR: run `ocrmypdf in.pdf out.pdf` first, then ask out.pdf."
 # Under this share of real text a page is reported; good pages of real files lie above 0.97.
 MIN_QUALITY = 0.9
 # Raised when the same bytes give other text.
-_EXTRACTOR = 2
+_EXTRACTOR = 3
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ def read_document(
     pages: str | None = None,
     password: str | None = None,
     strict: bool = False,
+    ocr: bool = False,
     reporter: Reporter | None = None,
 ) -> Document:
     """Returns the document at a path.
@@ -91,6 +91,7 @@ def read_document(
         pages: Page ranges such as "3-10"; None reads all.
         password: For an encrypted PDF.
         strict: Whether text with many unreadable characters is an error instead of a warning.
+        ocr: Whether text is recognised on pages of a PDF that are pictures, if that is installed.
         reporter: Told of progress and warnings.
 
     Raises:
@@ -114,7 +115,9 @@ def read_document(
         from cocktail.pdf import read_pdf  # PDFium is loaded only where it is needed
 
         file_format = "pdf"
-        read, page_count, is_locked = read_pdf(data, name, pages=pages, password=password, reporter=sink, warn=warn)
+        read, page_count, is_locked = read_pdf(
+            data, name, pages=pages, password=password, ocr=ocr, reporter=sink, warn=warn
+        )
     else:
         is_locked = False
         file_format, everything = _read_other(data, path, name, sink, warn)
@@ -123,16 +126,18 @@ def read_document(
         if pages is not None:
             wanted = parse_page_ranges(pages, page_count, everything[0].unit)
         read = [everything[number - 1] for number in wanted]
-    _check_text(read, page_count, file_format, name, warn)
+    _check_text(read, page_count, file_format, name, ocr, warn)
     _check_quality(read, page_count, name, strict, warn)
     digest = hashlib.sha256(data).hexdigest()
     return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings), is_locked)
 
 
-def extractor_version() -> str:
-    """What the text of the same bytes depends on."""
+def extractor_version(ocr: bool) -> str:
+    """What the text of the same bytes depends on; see `read_document` for `ocr`."""
+    from cocktail.ocr import ocr_version
+
     libraries = (f"{name} {version(name)}" for name in ("pypdfium2", "charset-normalizer", "selectolax"))
-    return ", ".join((f"cocktail {_EXTRACTOR}", *libraries))
+    return ", ".join((f"cocktail {_EXTRACTOR}", *libraries, (ocr_version() if ocr else None) or "no OCR"))
 
 
 def document_bytes(path: str) -> bytes:
@@ -210,13 +215,19 @@ def _read_text(
     raise DocumentError(f"{name} is {kind or 'binary data'}, which this version cannot read.", SUPPORTED)
 
 
-def _check_text(read: list[Page], page_count: int, file_format: str, name: str, warn: Callable[[str], None]) -> None:
+def _check_text(
+    read: list[Page], page_count: int, file_format: str, name: str, ocr: bool, warn: Callable[[str], None]
+) -> None:
     empty = [page.number for page in read if not page.text.strip()]
     if file_format != "pdf":
         if len(empty) == len(read):
             what = "only white space" if read[0].unit == "page" else "no text"
             raise NoTextError(f"{name} holds {what}.", "Give a file that holds text; text in pictures is not read.")
         return
+    if not empty:
+        return
+    from cocktail.ocr import ocr_hint
+
     if len(empty) == len(read):
         chosen = f" chosen (of {page_count})" if len(read) < page_count else ""
         if len(read) > 1:
@@ -224,10 +235,9 @@ def _check_text(read: list[Page], page_count: int, file_format: str, name: str, 
         else:
             which = f"page {read[0].number}{chosen}" if chosen else "its only page"
             found = f"{which} is blank or scanned"
-        raise NoTextError(f"{name} has no text: {found}.", OCR_HINT)
-    if empty:
-        few = "holds" if len(empty) == 1 else "hold"
-        warn(f"{name}: {format_pages(empty)} of {page_count} {few} no text (empty or scanned). {OCR_HINT}")
+        raise NoTextError(f"{name} has no text: {found}.", ocr_hint(ocr))
+    few = "holds" if len(empty) == 1 else "hold"
+    warn(f"{name}: {format_pages(empty)} of {page_count} {few} no text (empty or scanned). {ocr_hint(ocr)}")
 
 
 def _check_quality(read: list[Page], page_count: int, name: str, strict: bool, warn: Callable[[str], None]) -> None:

@@ -145,7 +145,7 @@ def prefill_draft(job: Job, loaded: LoadedModel, index: int) -> MixedKVCache | N
     hf_config, model, lengths = job.draft_model.hf_config, loaded.draft_model, draft_lengths(job.lengths, job.plans)
     fix_rope(model, hf_config, lengths.total)
     context_ids = draft_context_ids(job, index)
-    chunks = len(job.plans[index].unquantized)
+    chunks = len(job.plans[index].draft_chunks)
     layout = replace(job.layout, num_chunks=chunks)
     with loaded.active():
         geometry = KVGeometry.from_config(hf_config, layout.context_len + lengths.tail)
@@ -164,8 +164,8 @@ def prefill_draft(job: Job, loaded: LoadedModel, index: int) -> MixedKVCache | N
 
 
 def draft_context_ids(job: Job, index: int) -> list[int]:
-    """Template prefix, the chunks that a question's plan leaves unquantized, and the remainder."""
-    kept = job.reading.tokenized.keep(job.plans[index].unquantized.tolist())
+    """Template prefix, the chunks of a question's plan that a draft reads, and the remainder."""
+    kept = job.reading.tokenized.keep(job.plans[index].draft_chunks.tolist())
     return [*job.reading.prompt.prefix_ids, *kept.token_ids.tolist()]
 
 

@@ -51,7 +51,8 @@ class Request:
 
         if self.others:
             # What is kept of a file is removed by its name, and this would be kept under several.
-            return KeptDocument(self.read(reporter), None, CacheStats(reason="several documents are not kept"), "exact")
+            joint, stats = self.read(reporter, config.ocr), CacheStats(reason="several documents are not kept")
+            return KeptDocument(joint, None, stats, "exact")
         return KeptDocument.read(
             self.document,
             config,
@@ -62,8 +63,12 @@ class Request:
             strict=self.strict,
         )
 
-    def read(self, reporter: Reporter) -> Document:
+    def read(self, reporter: Reporter, ocr: bool = False) -> Document:
         """The document's text.
+
+        Args:
+            reporter: told of progress and warnings.
+            ocr: see `read_document`.
 
         Raises:
             CocktailError: It cannot be read, or not as asked.
@@ -76,7 +81,13 @@ class Request:
         return join_documents(
             [
                 read_document(
-                    path, data=data, pages=self.pages, password=self.password, strict=self.strict, reporter=reporter
+                    path,
+                    data=data,
+                    pages=self.pages,
+                    password=self.password,
+                    strict=self.strict,
+                    ocr=ocr,
+                    reporter=reporter,
                 )
                 for path, data in sources
             ]
@@ -205,7 +216,7 @@ def _answers(
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
     """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
-    document = request.read(reporter)
+    document = request.read(reporter, config.ocr)
     from cocktail.context import ContextLayout
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model

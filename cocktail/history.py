@@ -8,10 +8,10 @@ from itertools import chain
 import numpy as np
 import torch
 
-from cocktail.context import LayerContext
+from cocktail.context import ContextSource, LayerContext
 from cocktail.kv_cache import MixedKVCache
 from cocktail.offload.accelerator import Accelerator
-from cocktail.prefill import ContextSource, StoredContext
+from cocktail.prefill import StoredContext
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,10 @@ class History:
         The tokens that were unread belong to the turn before; their keys and values go with this one's.
         """
         kv = StoredContext(self.accelerator)
-        for layer in cache.kv_layers:
-            span = slice(layer.context_kept, layer.context_kept + cache.tail_len)
-            kept = (tensor[:, span] for tensor in (layer.key, layer.value))
+        for index in range(len(cache.kv_layers)):
+            kept = cache.tail(index)
             # The rest of the cache is freed.
-            kv.append(LayerContext(*(tensor if self.accelerator else tensor.clone() for tensor in kept)))
+            kv.append(kept if self.accelerator else LayerContext(kept.key.clone(), kept.value.clone()))
         self.turns.append(replace(turn, kv=kv, read=cache.tail_len))
 
     def forget(self, count: int) -> list[Turn]:

@@ -79,7 +79,15 @@ class KeptDocument:
         found = document_bytes(path) if data is None else data
 
         def parsed() -> Document:
-            return read_document(path, data=found, pages=pages, password=password, strict=strict, reporter=reporter)
+            return read_document(
+                path,
+                data=found,
+                pages=pages,
+                password=password,
+                strict=strict,
+                ocr=config.ocr,
+                reporter=reporter,
+            )
 
         # Whoever asks for unquantized keys and values gets them as they are.
         form, why_no_kv = config.cache_form, None
@@ -87,7 +95,7 @@ class KeptDocument:
             form, why_no_kv = "exact", "--kv fp16 needs the exact form"
         if not config.cache:
             return cls(parsed(), None, CacheStats(reason="--no-cache"), form)
-        store, extractor = open_store(config, reporter), extractor_version()
+        store, extractor = open_store(config, reporter), extractor_version(config.ocr)
         document, found_kept = store.document(found, path, extractor, pages), "hit"
         if document is None or (strict and document.warnings):
             document, found_kept = parsed(), "miss"

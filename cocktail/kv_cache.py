@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Cache
 
+from cocktail.attention_mass import chunk_mass
 from cocktail.baselines import prepared
 from cocktail.bit_plan import BitPlan
-from cocktail.context import ContextLayout, KVGeometry, LayerContext, SegmentArena, align, context_segments
-from cocktail.kernels.mixed_attention import mixed_attention
+from cocktail.context import (
+    ContextLayout,
+    ContextSource,
+    KVGeometry,
+    LayerContext,
+    SegmentArena,
+    context_segments,
+)
 from cocktail.kernels.segment_table import SegmentTable
+from cocktail.kv_layer import ContextMask, ContextPass, DeviceTailPass, LayerKV, TailPass, TailView
+from cocktail.rotation import rotation
 
-
-@dataclass
-class LayerKV:
-    """One layer's cache.
-
-    `key` and `value` are [num_kv_heads, context_kept + tail_capacity, head_dim] in the run's dtype. A
-    sliding-window layer keeps the last tokens of its context, in order, in front of the tail
-    (`context_kept` of them); any other layer keeps its context in `segments`.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    window: int | None
-    context_kept: int
-    segments: SegmentTable = field(default_factory=SegmentTable)
-
-    @property
-    def nbytes(self) -> int:
-        return self.key.nbytes + self.value.nbytes + sum(segment.bytes_read for segment in self.segments)
+Bits = tuple[np.ndarray, np.ndarray]
 
 
 class MixedKVCache(Cache):
@@ -46,6 +38,8 @@ class MixedKVCache(Cache):
 
     `update` returns a view instead of tensors; the attention function registered in `cocktail.attention`
     calls the view's `attend`.
+
+    `plan` says at which bits the context is held; None: there is none yet.
 
     Args:
         geometry: shapes.
@@ -77,7 +71,9 @@ class MixedKVCache(Cache):
         self.masks_causal = self.device.type != "cpu"
         self.kv_layers = [self._empty_layer(window) for window in geometry.windows]
         self._slot_positions = torch.zeros(tail_capacity, dtype=torch.int64, device=self.device)
+        self.plan: BitPlan | None = None
         self._arena: SegmentArena | None = None
+        self._sealed_by: BitPlan | None = None
         self._pass: ContextPass | TailPass | DeviceTailPass | None = None
 
     def _empty_layer(self, window: int | None) -> LayerKV:
@@ -171,32 +167,88 @@ class MixedKVCache(Cache):
         """Turns a layer's unquantized context into segments: one per precision class, lowest first.
 
         The template's prefix, the remainder and chunks planned at 16 bits share the unquantized segment. A
-        sliding-window layer keeps the tokens that are still in its window, unquantized and in order.
+        sliding-window layer keeps the tokens that are still in its window, unquantized and in order. Where the plan
+        goes by attention, the context is wanted until the first rows of the tail have attended to the layer.
         """
+        self._seal(layer_idx, lambda: context, plan, partial(self._own_segments, plan))
+
+    def seal_all(
+        self,
+        source: ContextSource,
+        plan: BitPlan,
+        segments: Callable[[int, LayerContext, Bits], SegmentTable] | None = None,
+    ) -> None:
+        """Seals every layer; where the plan goes by attention, a layer is not read before rows attend to it.
+
+        Args:
+            source: the document's unquantized KV.
+            plan: the bits.
+            segments: makes a layer's segments from its context and bits; None: they are this cache's own.
+        """
+        for index in range(len(self.kv_layers)):
+            self._seal(index, partial(source.layer, index), plan, segments or partial(self._own_segments, plan))
+
+    def _seal(
+        self,
+        layer_idx: int,
+        context: Callable[[], LayerContext],
+        plan: BitPlan,
+        segments: Callable[[int, LayerContext, Bits], SegmentTable],
+    ) -> None:
+        if plan is not self._sealed_by:
+            self._sealed_by, self.plan = plan, plan if plan.movable is None else plan.for_layers(len(self.kv_layers))
         layer, layout = self.kv_layers[layer_idx], self.layout
         if layer.window is not None:
-            first = layout.context_len - layer.context_kept
-            layer.key[:, : layer.context_kept] = context.key[:, first:]
-            layer.value[:, : layer.context_kept] = context.value[:, first:]
+            first, whole = layout.context_len - layer.context_kept, context()
+            layer.key[:, : layer.context_kept] = whole.key[:, first:]
+            layer.value[:, : layer.context_kept] = whole.value[:, first:]
             return
+        self._rotate(layer, plan)
+        if plan.movable is None:
+            layer.segments = segments(layer_idx, context(), plan.layer(layer_idx))
+            return
+        moving, arranged = plan, self.plan
+        assert arranged is not None
+
+        def settle(query: torch.Tensor, scaling: float) -> SegmentTable:
+            whole = context()
+            mass = chunk_mass(query, whole.key, layout, scaling)
+            if not mass.is_meta:
+                k_bits, v_bits = moving.arranged(layer_idx, mass.cpu().numpy())
+                arranged.k_bits[layer_idx], arranged.v_bits[layer_idx] = k_bits, v_bits
+            return segments(layer_idx, whole, arranged.layer(layer_idx))
+
+        layer.segments, layer.pending = SegmentTable(), settle
+
+    def _rotate(self, layer: LayerKV, plan: BitPlan) -> None:
+        layer.rotation = rotation(self.geometry.head_dim, self.dtype, self.device) if plan.rotates_values else None
+
+    def _own_segments(self, plan: BitPlan, layer_idx: int, context: LayerContext, bits: Bits) -> SegmentTable:
         arena = self._arena
         if arena is None or not arena.claim(layer_idx, plan):
             arena = self.reserve(plan)
             arena.claim(layer_idx, plan)
-        context, bits = prepared(context, layout, plan, layer_idx), plan.layer(layer_idx)
-        layer.segments = SegmentTable(
-            context_segments(context, layout, *bits, arena.allocate, self.reorder, plan.clips_keys)
-        )
+        context = prepared(context, self.layout, plan, layer_idx)
+        return SegmentTable(context_segments(context, self.layout, plan, bits, arena.allocate, self.reorder))
 
-    def use_segments(self, tables: Sequence[SegmentTable] = ()) -> None:
+    def use_segments(self, tables: Sequence[SegmentTable] = (), plan: BitPlan | None = None) -> None:
         """Reads segments that are held elsewhere, one table a layer, in place of its own, which are freed.
 
         Args:
             tables: none: no context is there until others are given.
+            plan: the bits that they are held at.
         """
         for index, layer in enumerate(self.kv_layers):
-            layer.segments = tables[index] if tables else SegmentTable()
-        self._arena = None
+            layer.segments, layer.pending = tables[index] if tables else SegmentTable(), None
+            if plan is not None and layer.window is None:
+                self._rotate(layer, plan)
+        self._arena, self._sealed_by, self.plan = None, None, plan
+
+    def tail(self, layer_idx: int) -> LayerContext:
+        """A layer's committed tail as it was written, [num_kv_heads, tail_len, head_dim]: views, or copies."""
+        layer = self.kv_layers[layer_idx]
+        span = slice(layer.context_kept, layer.context_kept + self.tail_len)
+        return LayerContext(layer.key[:, span], layer.turned(layer.value[:, span]))
 
     def commit(self, slots: Sequence[int]) -> None:
         """Gathers accepted slots, in order, to the end of the committed tail, in place; O(len(slots)).
@@ -248,151 +300,3 @@ class MixedKVCache(Cache):
         """Stored bits per context value, scales and tables included, the tail left out."""
         tail = self.tail_capacity * self.geometry.values_per_token * self.dtype.itemsize
         return 8 * (self.nbytes - tail) / max(1, self.geometry.values_per_token * self.layout.context_len)
-
-
-class ContextMask:
-    """Causal masks of prefill passes, cut from one table.
-
-    Args:
-        max_rows: rows of the longest pass.
-        context_len: tokens of the context.
-        window: sliding window in tokens, or None.
-        dtype: the run's dtype.
-        device: where the table is held: max_rows * (context_len + max_rows) values.
-    """
-
-    def __init__(
-        self, max_rows: int, context_len: int, window: int | None, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        # Rows whose length is a multiple of 16 are what memory-efficient attention on a card takes without a copy.
-        self.context_len = align(context_len, 16)
-        shape, hidden = (max_rows, self.context_len + align(max_rows, 16)), float("-inf")
-        # In place: an intermediate of another dtype would be many times the table.
-        self.table = torch.full(shape, hidden, dtype=dtype, device=device).triu_(self.context_len + 1)
-        if window is not None:
-            self.table += torch.full(shape, hidden, dtype=dtype, device=device).tril_(self.context_len - window)
-
-    def slice(self, start: int, rows: int) -> torch.Tensor:
-        """[rows, start + rows]: 0 where row i (position start + i) sees the column, -inf elsewhere."""
-        return self.table[:rows, self.context_len - start : self.context_len + rows]
-
-
-@dataclass(frozen=True)
-class ContextPass:
-    """A prefill pass over consecutive context tokens of one layer."""
-
-    context: LayerContext
-    start: int
-    mask: ContextMask | None
-
-    def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> ContextView:
-        stop = self.start + key.shape[1]
-        self.context.key[:, self.start : stop] = key
-        self.context.value[:, self.start : stop] = value
-        return ContextView(self.context.key[:, :stop], self.context.value[:, :stop], self.start, self.mask)
-
-
-@dataclass(frozen=True)
-class TailPass:
-    """A pass over tail slots: suffix, decode step, draft or verification.
-
-    `masks[window]` is the mask of layers with that sliding window (None: full attention).
-    """
-
-    start: int
-    rows: int
-    masks: dict[int | None, torch.Tensor | None]
-
-    def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> TailView:
-        first = layer.context_kept + self.start
-        stop = first + key.shape[1]
-        layer.key[:, first:stop] = key
-        layer.value[:, first:stop] = value
-        return TailView(layer, stop, self.masks[layer.window])
-
-
-@dataclass(frozen=True)
-class DeviceTailPass:
-    """A pass over tail slots whose numbers are on the device; `lens[window]` and `masks[window]` as in `TailPass`."""
-
-    slots: torch.Tensor
-    lens: dict[int | None, torch.Tensor]
-    masks: dict[int | None, torch.Tensor | None]
-
-    def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> TailView:
-        index = self.slots + layer.context_kept
-        layer.key.index_copy_(1, index, key)
-        layer.value.index_copy_(1, index, value)
-        return TailView(layer, layer.key.shape[1], self.masks[layer.window], self.lens[layer.window])
-
-
-@dataclass(frozen=True)
-class ContextView:
-    """The unquantized context of one layer up to the rows of a prefill pass; without a mask it is plainly causal."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    start: int
-    mask: ContextMask | None
-
-    def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Causal attention among context tokens: [num_heads, rows, head_dim] to the same shape."""
-        num_heads, rows, head_dim = query.shape
-        num_kv_heads = self.key.shape[0]
-        # KV heads are the batch axis and the heads of a group share one key by a zero stride: no copy.
-        grouped = query.reshape(num_kv_heads, num_heads // num_kv_heads, rows, head_dim)
-        key, value = (t.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for t in (self.key, self.value))
-        if self.mask is None:
-            output = _causal_attention(grouped, key, value, self.start, scaling)
-        elif query.device.type == "meta":
-            # What a fused kernel takes; without a device PyTorch would choose the one that writes all scores down.
-            lse = query.new_empty((num_heads, rows), dtype=torch.float32)
-            output = torch.empty_like(grouped)
-            del lse
-        else:
-            output = torch.nn.functional.scaled_dot_product_attention(
-                grouped, key, value, attn_mask=self.mask.slice(self.start, rows), scale=scaling
-            )
-        return output.reshape(num_heads, rows, head_dim)
-
-
-def _causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scaling: float
-) -> torch.Tensor:
-    """Rows at positions from `start` on, on the CPU: what lies before them needs no mask, their own part is causal.
-
-    The two parts merge by log-sum-exp. One call over both would read a mask for every score.
-    """
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own, own_lse = attend(query, key[:, :, start:], value[:, :, start:], 0.0, True, scale=scaling)
-    if not start:
-        return own
-    # All rows see all of the past, so the heads of a group are rows of one product.
-    kv_heads, group, rows, head_dim = query.shape
-    together = query.reshape(kv_heads, 1, group * rows, head_dim)
-    past, past_lse = attend(together, key[:, :1, :start], value[:, :1, :start], 0.0, False, scale=scaling)
-    share = torch.sigmoid(past_lse.view(own_lse.shape) - own_lse).unsqueeze(-1).to(query.dtype)
-    return torch.lerp(own, past.view(own.shape), share)
-
-
-@dataclass(frozen=True)
-class TailView:
-    """A layer's whole context and its tail up to the rows of a pass, or up to `tail_len`, a number on the device."""
-
-    layer: LayerKV
-    stop: int
-    mask: torch.Tensor | None
-    tail_len: torch.Tensor | None = None
-
-    def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last `rows` slots, each [num_kv_heads, rows, head_dim], themselves."""
-        span = slice(self.stop - rows, self.stop)
-        return self.layer.key[:, span], self.layer.value[:, span]
-
-    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Puts what was written to `slots` into the cache, where it is already."""
-
-    def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention over segments and visible tail slots: [num_heads, rows, head_dim] to the same shape."""
-        key, value = self.layer.key[:, : self.stop], self.layer.value[:, : self.stop]
-        return mixed_attention(query, self.layer.segments, key, value, self.mask, scaling, self.tail_len)

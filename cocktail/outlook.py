@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import LABELS, NOTES, BitPlan, plan_bits
-from cocktail.config import Config
-from cocktail.context import ContextLayout, segment_bytes
+from cocktail.bit_plan import DEFAULT_WIDTHS, LABELS, NOTES, BitPlan, Widths, plan_bits
+from cocktail.config import Config, KvBudget
+from cocktail.context import bytes_by_key_bits
+from cocktail.errors import UsageError
 from cocktail.offload.budget import format_bytes
 from cocktail.offload.residency import (
     NO_DRAFT,
@@ -26,6 +29,9 @@ from cocktail.offload.residency import (
 from cocktail.offload.speed import DeviceSpeed
 from cocktail.planner import Lengths, Planner
 from cocktail.report import Reporter
+
+# Steps of `Widths.on_ladder`, and heights that are looked at between two of them.
+_LADDER_STEPS, _HEIGHTS = 4, 50
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,9 @@ class Outlook:
     ) -> None:
         @cache
         def bits(policy: str) -> tuple[BitPlan, ...]:
-            return tuple(plan_bits(policy, row, config.alpha, config.beta, lengths.layout) for row in scores)
+            return tuple(
+                plan_bits(policy, row, config.alpha, config.beta, lengths.layout, self._widths) for row in scores
+            )
 
         self.lengths, self.bits, self._itemsize = lengths, bits, dtype.itemsize
         self.planner = Planner(
@@ -120,6 +128,9 @@ class Outlook:
         self.geometry = self.planner.geometry(lengths)
         self.windowed = sum(window is not None for window in self.geometry.windows)
         self.policy = "fp16" if self.windowed == self.geometry.num_layers else config.kv
+        self._widths = DEFAULT_WIDTHS
+        if config.kv_budget is not None and self.policy == "cocktail":
+            self._widths = self._within(config.kv_budget)
         self.kv = self._choices(lengths, self.policy, may_lower=has_budget)
         self.workload = self.planner.workload(lengths, self.kv)
         # Where a budget has no room for drafted tokens either.
@@ -204,16 +215,38 @@ class Outlook:
     def kv_bytes(self, policy: str) -> KvBytes:
         """What the KV cache takes by a policy, for the first question."""
         bits, layout = self.bits(policy)[0], self.lengths.layout
-        by_precision = {}
-        for width, label in LABELS.items():
-            chosen = bits.k_bits[0] == width
-            if chosen.any():
-                alone = ContextLayout(0, int(chosen.sum()), layout.chunk_size, 0)
-                kept = BitPlan(policy, bits.k_bits[:, chosen], bits.v_bits[:, chosen])
-                by_precision[label] = segment_bytes(self.geometry, alone, kept, self._itemsize)
+        widths = bytes_by_key_bits(self.geometry, layout, bits, self._itemsize)
+        by_precision = {label: widths[width] for width, label in LABELS.items() if width in widths}
         total = self._choices(self.lengths, policy, may_lower=False)[0].nbytes
         fp16 = 2 * self.geometry.values_per_token * self.lengths.total
         return KvBytes(policy, bits.counts(), by_precision, total - sum(by_precision.values()), total, fp16)
+
+    def _within(self, budget: KvBudget) -> Widths:
+        """The most bits whose chunks take no more than a budget.
+
+        Raises:
+            UsageError: two bits nearly everywhere take more.
+        """
+        layout = self.lengths.layout
+        flat = np.zeros(layout.num_chunks, dtype=np.float32)
+
+        def taken(height: float) -> int:
+            plan = plan_bits("cocktail", flat, 0.0, 0.0, layout, Widths.on_ladder(height))
+            return sum(bytes_by_key_bits(self.geometry, layout, plan, self._itemsize).values())
+
+        full = 2 * self.geometry.values_per_token * layout.num_chunks * layout.chunk_size
+        most = budget.nbytes if budget.share is None else int(budget.share * full)
+        assert most is not None
+        heights = [step / _HEIGHTS for step in range(_LADDER_STEPS * _HEIGHTS + 1)]
+        found = bisect_right(heights, most, key=taken)
+        if not found:
+            least = taken(0.0)
+            raise UsageError(
+                f"--kv-budget is {format_bytes(most)}; the document's keys and values take at least "
+                f"{format_bytes(least, math.ceil)}, {math.ceil(1000 * least / full) / 10} % of those at 16 bits.",
+                "Give more, or leave it out.",
+            )
+        return Widths.on_ladder(heights[found - 1])
 
     def _choices(self, lengths: Lengths, policy: str, *, may_lower: bool) -> tuple[KvChoice, ...]:
         return self.planner.kv_choices(lengths, policy, self.bits, may_lower=may_lower)

@@ -20,7 +20,19 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\ud800-\udfff\ufeff\
 _NEWLINE = re.compile(r"\r\n?|[\x85\u2028\u2029]")
 # PDFium marks a hyphen that ends a line with U+FFFE (U+0002 in older versions) and joins the lines itself.
 _LINE_END_HYPHEN = re.compile(r"(?<=[^\W\d_])(?:[\xad\x02\ufffe][ \t]*\n?|[-\u2010][ \t]*\n)([^\W\d_])")
-_LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
+# Characters that only say how others are drawn: ligatures, Arabic letters by their place in a word, punctuation of
+# vertical lines, radicals.
+_DRAWN = (
+    *((0xFB00, 0xFB07), (0xFB50, 0xFD3E), (0xFD50, 0xFDFE), (0xFE70, 0xFEFD)),
+    *((0xFE10, 0xFE1A), (0xFE30, 0xFE49), (0x2E80, 0x2FD6)),
+)
+_PLAIN = {
+    code: unicodedata.normalize("NFKC", chr(code)).strip() or chr(code) for span in _DRAWN for code in range(*span)
+}
+_RIGHT_TO_LEFT = "\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc"
+_RIGHT_TO_LEFT_WORD = re.compile(rf"[{_RIGHT_TO_LEFT}]+")
+_RIGHT_TO_LEFT_WORDS = re.compile(rf"[{_RIGHT_TO_LEFT}]+(?: +[{_RIGHT_TO_LEFT}]+)+")
+_LEFT_TO_RIGHT_WORD = re.compile(rf"(?:[^\W\d_{_RIGHT_TO_LEFT}])+")
 _RANGE = re.compile(r"(\d{0,9})\s*(-?)\s*(\d{0,9})", re.ASCII)
 
 
@@ -50,9 +62,25 @@ def page_from_pdf_text(number: int, label: str, raw: str) -> Page:
     """Returns the page for the text that PDFium extracted, with words split at line ends joined again."""
     text = join_line_end_hyphens(normalize_newlines(raw))
     quality = text_quality(text)
-    text = drop_unprintable(text).translate(_LIGATURES)
-    lines = (line.rstrip() for line in text.split("\n"))
+    text = drop_unprintable(text).translate(_PLAIN)
+    lines = (_order_words(line).rstrip() for line in text.split("\n"))
     return Page(number, drop_unprintable(label).strip() or str(number), "\n".join(lines).strip("\n"), quality)
+
+
+def is_right_to_left(text: str) -> bool:
+    """Whether anything in the text is."""
+    return _RIGHT_TO_LEFT_WORD.search(text) is not None
+
+
+def _order_words(line: str) -> str:
+    """The line with its right-to-left words in the order in which they are read.
+
+    PDFium turns each of them, but leaves them as they are drawn where more words run from left to right.
+    """
+    words = len(_RIGHT_TO_LEFT_WORD.findall(line))
+    if words < 2 or words > len(_LEFT_TO_RIGHT_WORD.findall(line)):
+        return line
+    return _RIGHT_TO_LEFT_WORDS.sub(lambda found: " ".join(reversed(found[0].split())), line)
 
 
 def text_quality(text: str) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from cocktail.architecture import check_supported
 from cocktail.chunk import select_window, tokenize_document
 from cocktail.citation import QUOTE_CHARS
-from cocktail.config import UNIFORM_POLICIES, Config
+from cocktail.config import Config
 from cocktail.document import Document
 from cocktail.draft_model import DraftModel, find_draft_model
 from cocktail.engine import Request
@@ -83,7 +83,7 @@ def gather(request: PlanRequest, config: Config, reporter: Reporter) -> Material
     """
     asked, document = request.reading, None
     if request.tokens is None:
-        document = asked.read(reporter)
+        document = asked.read(reporter, config.ocr)
     folder = resolve_model(config.model, config, reporter)
     if document is not None and asked.questions:
         return _scored(document, asked.questions[0], folder, config, reporter)
@@ -154,7 +154,7 @@ def _kept(tokens: int, room: int, chunk_size: int) -> int:
 def _assumed(config: Config, *, has_question: bool) -> str | None:
     """What is taken for granted where the document's scores for a question are not known."""
     parts, lengths = [], []
-    if config.kv not in UNIFORM_POLICIES:
+    if config.kv == "cocktail-paper":
         parts.append(f"every chunk counts at 4 bits: which ones {config.kv} holds at more or fewer, a question decides")
     if not has_question:
         lengths.append(f"a question of {QUESTION_CHARS} characters")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import FULL, UNIFORM, BitPlan, history_plan, plan_bits
+from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
 from cocktail.draft import FOLLOWED_ROWS
 from cocktail.dry_run import DryRun
@@ -30,14 +30,14 @@ from cocktail.offload.residency import DraftModelNeeds, KvChoice, Workload, smal
 from cocktail.sampling import DRAW_BYTES
 
 # What the KV cache is held at, best first, where nothing fits at the precision asked for. A baseline that is held
-# otherwise is none: of those only KIVI has a lower form.
+# otherwise is none: of those only KIVI has a lower form. With a --kv-budget of its own "cocktail" has none either.
 LOWER_KV = {
     "fp16": ("int8", "int4", "int2"),
     "int8": ("int4", "int2"),
     "fp8": ("int4", "int2"),
     "int4": ("int2",),
     "kivi-4": ("kivi",),
-    "cocktail": ("int2",),
+    "cocktail": ("cocktail-low",),
     "cocktail-paper": ("int2",),
 }
 # What a chat's older turns are held at where the budget has no room for them unquantized.
@@ -80,8 +80,8 @@ class Lengths:
 
 
 def draft_lengths(lengths: Lengths, bits: Sequence[BitPlan]) -> Lengths:
-    """Those of a model that drafts, for the question that leaves it most to read: no chunk that is quantized."""
-    chunks = max(len(plan.unquantized) for plan in bits)
+    """Those of a model that drafts, for the question that leaves it most to read."""
+    chunks = max(len(plan.draft_chunks) for plan in bits)
     return replace(
         lengths,
         document=chunks * lengths.chunk_size + lengths.layout.remainder_len,
@@ -145,7 +145,7 @@ class Planner:
 
     def workload(self, lengths: Lengths, kv: Sequence[KvChoice]) -> Workload:
         """A run of some lengths, its KV cache held by the first choice that fits."""
-        policy = kv[0].policy if kv[0].policy in UNIFORM else "int4"
+        policy = "int4" if kv[0].policy == "cocktail-paper" else kv[0].policy
 
         @cache
         def activations(segment_tokens: int, hidden_on_host: bool) -> Activations:

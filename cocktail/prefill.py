@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from cocktail.attention import forward_logits
 from cocktail.bit_plan import BitPlan
 from cocktail.context import LayerContext
-from cocktail.kv_cache import ContextMask, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import ContextMask
 from cocktail.offload.accelerator import Accelerator
 from cocktail.offload.budget import MAX_SEGMENT_TOKENS
 from cocktail.offloaded_model import Offload
@@ -27,13 +28,6 @@ class ContextSink(Protocol):
 
     def shares(self, context: LayerContext) -> bool:
         """Whether a context is kept itself, so that no other layer may be written to it."""
-
-
-class ContextSource(Protocol):
-    """Has a document's unquantized KV."""
-
-    def layer(self, index: int) -> LayerContext:
-        """A layer's, on the device."""
 
 
 class ContextBeginning(Protocol):

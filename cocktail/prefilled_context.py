@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,7 +13,7 @@ from cocktail.answer import CacheStats
 from cocktail.bit_plan import BitPlan, history_plan
 from cocktail.block_pool import BlockPool
 from cocktail.config import Config
-from cocktail.context import ContextLayout
+from cocktail.context import ContextLayout, ContextSource
 from cocktail.history import FollowedContext, History
 from cocktail.job import Job
 from cocktail.kept_beginning import KeptBeginning
@@ -23,8 +24,9 @@ from cocktail.model import LoadedModel
 from cocktail.model_folder import models_dir
 from cocktail.offload.accelerator import wait_for
 from cocktail.offloaded_model import free_host_bytes
-from cocktail.prefill import ContextSink, ContextSource, StoredContext, extend, prefill
+from cocktail.prefill import ContextSink, StoredContext, extend, prefill
 from cocktail.report import Reporter
+from cocktail.sensitivity import Sensitivity, dealt_to_layers, known_sensitivity
 from cocktail.stopwatch import Stopwatch
 
 
@@ -67,6 +69,16 @@ class PrefilledContext:
         with watch.measure("prefill"):
             return self.read_after(self._job.reading.suffixes[index], self._job.plans[index])
 
+    @cached_property
+    def _sensitivity(self) -> Sensitivity | None:
+        return known_sensitivity(self._loaded.folder.path, self._job.geometry.num_layers)
+
+    def _for_layers(self, plan: BitPlan) -> BitPlan:
+        """A question's plan with more bits for the layers that need them; it takes the same bytes."""
+        if plan.movable is None or self._sensitivity is None:
+            return plan
+        return dealt_to_layers(plan, self._sensitivity, self._job.geometry)
+
     def read_after(
         self, ids: Sequence[int], plan: BitPlan, history: History | None = None
     ) -> tuple[MixedKVCache, torch.Tensor]:
@@ -80,6 +92,7 @@ class PrefilledContext:
             plan: bits of the document's chunks.
             history: None if there is none.
         """
+        plan = self._for_layers(plan)
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
@@ -108,27 +121,50 @@ class PrefilledContext:
             indices: of the questions, at least one.
             pool: of this document.
         """
-        job, plans = self._job, [self._job.plans[index] for index in indices]
+        job, plans = self._job, [self._for_layers(self._job.plans[index]) for index in indices]
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
-            with suppress(DamagedKVError), self._loaded.active():
-                caches = [self._empty_cache(job.layout) for _ in indices]
-                pool.lend(caches, self.source, plans)
-                return [SharedRead(cache, self._stats_again()) for cache in caches]
-            # Their tails go before the document is read, and nothing may map a file that is to be removed.
-            caches, self.source = [], None
+            with suppress(DamagedKVError):
+                return self._share(indices, pool, plans)
+            # Nothing may map a file that is to be removed.
+            self.source = None
             self._kept.damaged()
         self._was_read = True
         first, logits = self._prefill(job.reading.suffixes[indices[0]], plans[0])
-        assert self.source is not None
-        reads = [SharedRead(first, self._kept.stats, logits)]
+        assert first.plan is not None
+        plans[0] = first.plan
         # Its context goes before the pool's is made.
         first.use_segments()
         first.end_pass()
+        return self._share(indices, pool, plans, SharedRead(first, self._kept.stats, logits))
+
+    def _share(
+        self, indices: Sequence[int], pool: BlockPool, plans: Sequence[BitPlan], first: SharedRead | None = None
+    ) -> list[SharedRead]:
+        """Caches of questions with the pool's context; where attention decides on it, the questions are read too.
+
+        Args:
+            indices: of the questions.
+            pool: of this document.
+            plans: one a question.
+            first: what there is of the first question; None: nothing.
+        """
+        assert self.source is not None
+        reads = [] if first is None else [first]
+        caches = [read.cache for read in reads]
         with self._loaded.active():
-            reads += [SharedRead(self._empty_cache(job.layout), self._stats_again()) for _ in indices[1:]]
-            pool.lend([read.cache for read in reads], self.source, plans)
+            caches += [self._empty_cache(self._job.layout) for _ in indices[len(reads) :]]
+            pool.lend(caches, self.source, plans)
+        try:
+            for index, cache, plan in list(zip(indices, caches, plans, strict=True))[len(reads) :]:
+                suffix = self._job.reading.suffixes[index]
+                logits = None if plan.movable is None else self.read_suffix(suffix, cache)
+                reads.append(SharedRead(cache, self._stats_again(), logits))
+        except BaseException:
+            for cache in caches:
+                pool.take_back(cache)
+            raise
         return reads
 
     def read_suffix(self, ids: Sequence[int], cache: MixedKVCache) -> torch.Tensor:
@@ -220,8 +256,7 @@ class PrefilledContext:
             source = FollowedContext(source, history)
         with self._loaded.active():
             cache = self._empty_cache(layout)
-            for layer in range(job.geometry.num_layers):
-                cache.seal(layer, source.layer(layer), plan)
+            cache.seal_all(source, plan)
         return cache, self.read_suffix(ids, cache)
 
     def _on_home(self, ids: Sequence[int]) -> torch.Tensor:

@@ -234,3 +234,14 @@ def words(text: str) -> list[str]:
         else:
             found.append(word)
     return found
+
+
+# They ask, whatever about. What tells holds few of "what" and "who", where each would weigh as much as a name. English
+# only: in other languages such words count like any other.
+ASKING = frozenset(
+    words(
+        "a an the of in on at to for from by with and or as that this these those it its their his her he she they "
+        "what which who whom whose when where why how many much does did do is are was were be been has have had can "
+        "could would there about some any"
+    )
+)

@@ -8,13 +8,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from cocktail.config import DTYPES, UNIFORM_POLICIES, Config
+from cocktail.config import DTYPES, UNIFORM_POLICIES, Config, KvBudget
 from cocktail.errors import UsageError
 from cocktail.registry import registry
+from cocktail.sizes import parse_rate, parse_size, shortened
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,57 +27,9 @@ MODELS = tuple(entry.name for entry in registry().values() if entry.kind == "dec
 SCORERS = (*(entry.name for entry in registry().values() if entry.kind == "encoder"), "bm25", "hybrid")
 DEFAULT_ORIGIN = "default"
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
-_PER_SECOND = re.compile(r"\s*/\s*s\s*$", re.IGNORECASE)
-_POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
-_MAX_SIZE = 10**15
-_SHOWN_LENGTH = 60
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _MAX_FILE_BYTES = 64 * 1024
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def parse_size(text: str) -> int:
-    """Returns the number of bytes that `text` names.
-
-    Args:
-        text: `8`, `8G` or `8GB` (10^9 bytes each), `8GiB` (2^30), `8192MiB`; decimals allowed, case ignored.
-
-    Raises:
-        UsageError: `text` is not a size, or is zero, or is over 1000 TB.
-    """
-    hint = "Write it like 8GB (10^9 bytes), 7.5GB, 8GiB (2^30) or 8192MiB."
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{_cut(text)!r} is not a memory size.", hint)
-    number, prefix, binary, unit = (part.lower() for part in match.groups())
-    if binary and not prefix:
-        raise UsageError(f"{text!r} is not a memory size.", hint)
-    scale = 1 if unit and not prefix else (1024 if binary else 1000) ** _POWER[prefix or "g"]
-    size = Decimal(number) * scale
-    if not 1 <= size <= _MAX_SIZE:
-        # Not the number: Python refuses to write out one of thousands of digits.
-        wrong = "over 1000 TB" if size > _MAX_SIZE else "less than a byte"
-        raise UsageError(f"{_cut(text)!r} is {wrong}; a size lies between 1 byte and 1000 TB.", hint)
-    return int(size)
-
-
-def parse_rate(text: str) -> int:
-    """Returns the number of bytes a second that `text` names.
-
-    Args:
-        text: a size as `parse_size` reads it, with or without `/s`.
-
-    Raises:
-        UsageError: `text` is not a rate, or is zero, or is over 1000 TB a second.
-    """
-    try:
-        return parse_size(_PER_SECOND.sub("", text))
-    except UsageError:
-        raise UsageError(
-            f"{_cut(text)!r} is no rate between 1 byte and 1000 TB a second.",
-            "Write it like 25GB/s (10^9 bytes a second), 500MB/s or 8GiB/s (2^30).",
-        ) from None
 
 
 def as_utf8(text: str) -> str:
@@ -87,10 +39,6 @@ def as_utf8(text: str) -> str:
     """
     raw = _NO_BYTE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
     return raw.decode("utf-8", "replace")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN_LENGTH else text[: _SHOWN_LENGTH - 1] + "…"
 
 
 def _text(value: object) -> str:
@@ -157,6 +105,21 @@ def _size(value: object) -> int:
     return parse_size(str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value))
 
 
+def _kv_budget(value: object) -> KvBudget:
+    text = _text(value) if isinstance(value, str) else str(value)
+    if not text.strip().endswith("%"):
+        return KvBudget(nbytes=_size(value))
+    try:
+        share = float(text.strip()[:-1]) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"{shortened(text)!r} is no share of 16-bit keys and values.", "Give 1% to 100%, or a size as 200MB."
+        )
+    return KvBudget(share=share)
+
+
 def _link(value: object) -> float:
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value)
     return float(parse_rate(text))
@@ -201,6 +164,8 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "alpha": _number,
     "beta": _number,
     "kv": _word,
+    "kv_budget": _kv_budget,
+    "ocr": _switch,
     "offline": _switch,
     "cache_dir": _path,
     "cache": _switch,

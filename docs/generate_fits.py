@@ -34,8 +34,8 @@ Written by `make docs`; do not edit. **Planned, not measured**: nothing on this 
 what the maker's figures of the {card} give at full use, with attention over all tokens, at every budget: {link}/s link,
 {memory}/s memory, {operations:.3g} Tflop/s; and, assumed, {launch:.1f} ms for each layer of a prefill segment.
 
-Weights in BF16. KV cache `cocktail` with every chunk at 4 bits, as the question is not known; chunks at 2 bits take
-less. {prefix} tokens of template, {suffix} of question and repeated passages, {answer} of answer. Sizes are decimal.
+Weights in BF16. KV cache `cocktail`, whose bytes do not depend on the question. {prefix} tokens of template, {suffix}
+of question and repeated passages, {answer} of answer. Sizes are decimal.
 *On the card* and *streamed* count decoder layers; an *embedding* on the host is looked up in the model's files; *rows*
 are the tokens of a prefill segment; *layer KV* is one layer's unquantized keys and values; *hidden* are hidden states
 with rotary tables; *context* is CUDA's, with what its allocator takes beyond tensors and, where nothing is streamed,

@@ -72,7 +72,12 @@ class AnswerRuns:
         return load_tokenizer(self.folder)
 
     @cached_property
-    def _scorer(self) -> Scorer:
+    def scorer(self) -> Scorer:
+        """What ranks the chunks, loaded.
+
+        Raises:
+            ModelError: Its encoder is missing or damaged.
+        """
         config = self.config
         return make_scorer(config.scorer, resolve_scorer(config.scorer, config, self.reporter), config)
 
@@ -84,6 +89,9 @@ class AnswerRuns:
         """
         comparison = asdict(self.comparison)
         del comparison["threads"], comparison["results"]
+        if not comparison["rules"]:
+            # A file that was begun before there were any goes on.
+            del comparison["rules"]
         return {
             **benchmark,
             **comparison,
@@ -181,5 +189,5 @@ class AnswerRuns:
             self.config,
             SilentReporter(),
             Stopwatch(),
-            scorer=self._scorer,
+            scorer=self.scorer,
         )

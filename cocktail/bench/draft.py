@@ -95,7 +95,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
         raise UsageError(f"--max-tokens is {config.max_tokens}; {2 * _LEAST_TOKENS} are needed at least.")
     use_threads(benchmark.threads)
     config = replace(config, draft="auto", vram_bytes=NO_LIMIT, vram_auto=False, link_bytes_per_second=None)
-    document = request.read(reporter)
+    document = request.read(reporter, config.ocr)
     folder = resolve_model(config.model, config, reporter)
     prompts = own_prompts(request.questions[0])
     if benchmark.data is not None:

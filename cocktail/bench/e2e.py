@@ -66,7 +66,7 @@ def bench_e2e(request: Request, benchmark: E2eBenchmark, config: Config, reporte
     """
     use_threads(benchmark.threads)
     config = replace(config, cache=True)
-    document = request.read(reporter)
+    document = request.read(reporter, config.ocr)
     folder = resolve_model(config.model, config, reporter)
     whole = read_for_questions(document, benchmark.questions, folder, config, SilentReporter(), Stopwatch())
     tokens = choose_tokens(whole, benchmark.tokens)

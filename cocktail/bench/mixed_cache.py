@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
+from cocktail.bench.ablation import shuffled
 from cocktail.bench.bandwidth import step_weight_bytes
-from cocktail.bench.variant import Run
+from cocktail.bench.variant import SHUFFLED, UNORDERED, Run
 from cocktail.bench.workload import Workload
 from cocktail.decode import generate
 from cocktail.interrupts import check_interrupt
@@ -19,14 +21,12 @@ from cocktail.report import Reporter
 from cocktail.rope import fix_rope
 from cocktail.sampling import Sampler
 
-UNORDERED = "cocktail-unordered"
-
 
 class MixedCacheVariant:
-    """A policy of the mixed-precision cache, or the ablation that leaves chunks in document order.
+    """A policy of the mixed-precision cache, or an ablation.
 
     Args:
-        name: a policy, or "cocktail-unordered".
+        name: a policy, `UNORDERED` or `SHUFFLED`.
         workload: what is read.
         loaded: the model, with Cocktail's attention.
         reporter: told what the plan has to say.
@@ -44,7 +44,9 @@ class MixedCacheVariant:
         chosen = workload.config.kv
         # A paper's plan that was asked for by its thresholds stays one.
         mixed = chosen if chosen.startswith("cocktail") else "cocktail"
-        policy = mixed if name in ("cocktail", UNORDERED) else name
+        policy = mixed if name in ("cocktail", UNORDERED, SHUFFLED) else name
+        if name == SHUFFLED:
+            workload = replace(workload, reading=shuffled(workload.reading, workload.config.seed))
         self.job = workload.job(policy, reporter)
         self._short_job = workload.short().job(policy, reporter)
 

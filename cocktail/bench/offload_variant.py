@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cocktail.errors import UsageError
 from cocktail.offload.budget import format_bytes
-from cocktail.settings import parse_rate, parse_size
+from cocktail.sizes import parse_rate, parse_size
 
 COMPUTE, LINK, STREAM, SYNCHRONOUS = "compute", "link", "stream", "synchronous"
 CPU_OFFLOAD, DEVICE_MAP, WHOLE_MODEL = "accelerate-cpu-offload", "accelerate-device-map", "accelerate-whole-model"

@@ -21,7 +21,7 @@ def check_plot(path: Path) -> None:
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written.
     """
-    _new_figure(1, 1)
+    new_figure(1, 1)
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot {path}: its name must end in .png.")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
@@ -39,7 +39,7 @@ def save_curve(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         CocktailError: the file cannot be written.
     """
-    figure = _new_figure(7, 5)
+    figure = new_figure(7, 5)
     axes = figure.add_subplot()
     # Of several datasets the rows of all come last.
     last = result["variants"][-1]["dataset"]
@@ -59,7 +59,7 @@ def save_curve(result: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("mean KL to FP16 KV, nats a token (95 % interval)")
     axes.set_title(f"{result['model']['name']}, {last}: {result['questions']['answered']} questions", fontsize=10)
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_heat_maps(result: Mapping[str, Any], path: Path) -> None:
@@ -73,7 +73,7 @@ def save_heat_maps(result: Mapping[str, Any], path: Path) -> None:
     """
     lengths, depths = result["workload"]["lengths"], result["workload"]["depths"]
     policies = [row["policy"] for row in result["variants"]]
-    figure = _new_figure(max(4, 1.2 + 2.6 * len(policies)), 4)
+    figure = new_figure(max(4, 1.2 + 2.6 * len(policies)), 4)
     for number, policy in enumerate(policies, 1):
         axes = figure.add_subplot(1, len(policies), number)
         shares = [[float("nan")] * len(lengths) for _ in depths]
@@ -88,10 +88,15 @@ def save_heat_maps(result: Mapping[str, Any], path: Path) -> None:
         if number == 1:
             axes.set_ylabel("depth", fontsize=8)
     figure.suptitle(f"Needles found, {result['model']['name']}", fontsize=10)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -102,8 +107,12 @@ def _new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
-    """Replaces the file as a whole."""
+def save_figure(figure: Any, path: Path) -> None:
+    """Replaces the PNG file as a whole.
+
+    Raises:
+        CocktailError: it cannot be written.
+    """
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".cocktail-", suffix=".png", dir=path.parent)

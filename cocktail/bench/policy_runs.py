@@ -11,11 +11,13 @@ import torch
 
 from cocktail.answer import CacheStats
 from cocktail.attention import forward_logits
+from cocktail.bench.ablation import UnorderedContext, shuffled
 from cocktail.bench.answer_metrics import best_contains, best_score
 from cocktail.bench.evidence import Spans, held_tokens, tokens_within
 from cocktail.bench.quality_data import Question
-from cocktail.bench.quality_settings import BASELINE, Comparison
+from cocktail.bench.quality_settings import BASELINE, Comparison, Rule
 from cocktail.bench.question_windows import Window
+from cocktail.bit_plan import BitPlan
 from cocktail.config import Config
 from cocktail.decode import generate
 from cocktail.errors import BudgetError, ModelError
@@ -63,13 +65,15 @@ class Outcome:
 class Run:
     """A policy's answer, if one was generated, and its distributions along the baseline's.
 
-    `log_probs` is [tokens, vocab_size], float32; `bits` and `chunk_bits` as in `Outcome`.
+    `log_probs` is [tokens, vocab_size], float32; `bits` and `chunk_bits` as in `Outcome`; `plan` is what was sealed, by
+    attention too.
     """
 
     generation: Generation | None
     log_probs: torch.Tensor
     bits: float
     chunk_bits: float | None
+    plan: BitPlan
 
     @property
     def token_ids(self) -> list[int]:
@@ -105,14 +109,24 @@ class PolicyRuns:
         kept, silent = KeptDocument(reading.document, None, CacheStats(), "exact"), SilentReporter()
         self._jobs = jobs
         self._contexts = {
-            policy: PrefilledContext(job, self._loaded, KeptKV(kept, job, self._loaded), config, silent)
+            policy: (PrefilledContext if self._rule(policy).reorder else UnorderedContext)(
+                job, self._loaded, KeptKV(kept, job, self._loaded), config, silent
+            )
             for policy, job in jobs.items()
         }
 
+    def _rule(self, policy: str) -> Rule:
+        return self._comparison.rules.get(policy) or Rule(policy)
+
     def _job(self, policy: str) -> Job:
         """The ordinary plan of a run with this policy, whose unquantized KV is kept for the next one."""
-        job = plan_job(self._reading, replace(self._config, kv=policy), SilentReporter())
-        if policy not in (BASELINE, job.plans[0].policy):
+        rule, config, reading = self._rule(policy), self._config, self._reading
+        own: dict[str, Any] = {"alpha": rule.alpha, "beta": rule.beta}
+        config = replace(config, kv=rule.kv, **{name: value for name, value in own.items() if value is not None})
+        if rule.shuffled:
+            reading = shuffled(reading, self._comparison.seed)
+        job = plan_job(reading, config, SilentReporter())
+        if rule.kv not in (BASELINE, job.plans[0].policy):
             raise BudgetError(
                 f"The KV cache does not fit at {policy}; it would be held at {job.plans[0].policy}.",
                 "Leave out --vram, or compare other policies with --kv.",
@@ -158,10 +172,9 @@ class PolicyRuns:
         document_tokens = len(tokenized.token_ids) + self._reading.truncated_tokens
         for policy in self._comparison.policies:
             check_interrupt()
-            plan = self._jobs[policy].plans[index]
-            recall, held = held_tokens(tokenized, plan, spans, evidence_tokens, document_tokens)
             run = self._run(policy, index, baseline)
             baseline = baseline or run
+            recall, held = held_tokens(tokenized, run.plan, spans, evidence_tokens, document_tokens)
             kl, agreement = divergence(baseline.log_probs, run.log_probs)
             yield (
                 policy,
@@ -192,7 +205,8 @@ class PolicyRuns:
         if len(forced) > 1:
             cache.trim(cache.tail_len - len(self._reading.suffixes[index]))
             log_probs.append(_log_probs(self._teacher_forced(cache, forced), policy))
-        return Run(generation, torch.cat(log_probs), bits, chunk_bits)
+        assert cache.plan is not None
+        return Run(generation, torch.cat(log_probs), bits, chunk_bits, cache.plan)
 
     def _answer(self, cache: MixedKVCache, logits: torch.Tensor) -> Generation:
         loaded, config = self._loaded, self._config

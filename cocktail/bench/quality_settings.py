@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cocktail.config import KV_POLICIES
@@ -20,17 +20,38 @@ _LENGTH = re.compile(r"(\d{1,7})(k?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class Rule:
+    """A policy under settings of its own, which is compared under a name of its own.
+
+    Args:
+        kv: the policy.
+        alpha: of the paper's rule; None: the run's.
+        beta: as `alpha`.
+        shuffled: whether each question's scores are dealt out to the chunks at random: as many have each precision, but
+            none was searched for (the Cocktail paper, arXiv 2503.23294, table V, without module I).
+        reorder: False leaves the chunks in the document's order (without module II).
+    """
+
+    kv: str
+    alpha: float | None = None
+    beta: float | None = None
+    shuffled: bool = False
+    reorder: bool = True
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How policies are compared.
 
     Args:
-        policies: `BASELINE` first.
+        policies: names of policies or of `rules`, `BASELINE` first.
         kl_tokens: of the baseline's answer that distributions are compared at, at most.
         answers: whether the other policies generate answers too.
         metric: of all questions; None: each dataset's own.
         seed: of the questions' order, the windows and the resamples.
         threads: of the CPU, or None for torch's own number.
         results: file that each question's results are kept in, or None.
+        rules: by name.
     """
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
@@ -40,6 +61,7 @@ class Comparison:
     seed: int = 0
     threads: int | None = None
     results: Path | None = None
+    rules: Mapping[str, Rule] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from cocktail.config import KV_POLICIES
 from cocktail.errors import UsageError
 
-OWN = ("cocktail", "cocktail-unordered", "fp16", "int4", "int8")
-BASELINES = ("int2", "fp8", "kivi", "kivi-4", "kvquant", "atom")
+# The paper's ablations: chunks in the document's order, and scores dealt out at random.
+UNORDERED, SHUFFLED = "cocktail-unordered", "cocktail-shuffled"
+OWN = ("cocktail", UNORDERED, "fp16", "int4", "int8")
+BASELINES = (*(policy for policy in KV_POLICIES if policy not in OWN), SHUFFLED)
 TRANSFORMERS = ("dynamic", "quantized-hqq", "quantized-quanto")
 KV_TYPES = ("f16", "q8_0", "q4_0")
 LLAMA_CPP = tuple(f"llama.cpp-{kv_type}" for kv_type in KV_TYPES)

@@ -59,7 +59,7 @@ def read_whole(request: Request, config: Config, reporter: Reporter) -> Reading:
     Raises:
         CocktailError: as `ask` raises it for the document, the model's configuration and tokenizer, and the options.
     """
-    document = request.read(reporter)
+    document = request.read(reporter, config.ocr)
     folder = resolve_model(config.model, config, reporter)
     config = replace(config, restate=0)
     return read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())

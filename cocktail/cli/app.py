@@ -23,9 +23,9 @@ from cocktail.cli.cache import cache_app
 from cocktail.cli.chat import chat
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
+from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.cli.inspect import inspect
 from cocktail.cli.models import models_app
-from cocktail.cli.options import GroupedCommand, help_alone
 from cocktail.cli.output import Output, json_line, one_line, use_color
 from cocktail.cli.plan import plan
 from cocktail.cli.streams import close_streams, open_streams

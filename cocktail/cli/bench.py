@@ -15,8 +15,9 @@ from cocktail.cli.bench_draft import bench_draft
 from cocktail.cli.bench_e2e import bench_e2e
 from cocktail.cli.bench_needle import bench_needle
 from cocktail.cli.bench_offload import bench_offload
+from cocktail.cli.bench_paper import bench_paper
 from cocktail.cli.bench_quality import bench_quality
-from cocktail.cli.options import GroupedCommand, help_alone
+from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.errors import UsageError
 
 bench_app = typer.Typer(help="Measure Cocktail beside other programs.", rich_markup_mode=None)
@@ -75,6 +76,7 @@ def bench_kv(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -123,4 +125,5 @@ bench_app.command("draft", cls=GroupedCommand, context_settings={"allow_extra_ar
 bench_app.command("e2e", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_e2e)
 bench_app.command("needle", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_needle)
 bench_app.command("offload", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_offload)
+bench_app.command("paper", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_paper)
 bench_app.command("quality", cls=GroupedCommand, context_settings={"allow_extra_args": True})(bench_quality)

@@ -41,6 +41,7 @@ def bench_batch(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     draft: options.Draft = None,
     draft_bits: options.DraftBits = None,
     draft_max: options.DraftMax = None,

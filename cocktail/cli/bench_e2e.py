@@ -62,6 +62,7 @@ def bench_e2e(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     vram: options.Vram = None,
     link: options.Link = None,

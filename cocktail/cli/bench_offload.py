@@ -107,6 +107,7 @@ def bench_offload(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

@@ -9,7 +9,7 @@ import typer
 
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options
-from cocktail.cli.options import GroupedCommand, help_alone
+from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.cli.output import Output, aligned, json_line
 from cocktail.errors import UsageError
 from cocktail.settings import resolve, user_file

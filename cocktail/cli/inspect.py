@@ -36,6 +36,7 @@ def inspect(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = None,
@@ -187,7 +188,9 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     ]
     strip = heat_strip(scores, precisions, width, colored=colored)
     table = aligned(("score", "kept", document.unit, "text"), top)
-    return [*lines, "", f"{inspection.plan.policy}: {counts}", *strip, "", table]
+    by_attention = inspection.plan.movable is not None
+    note = " by score; each layer's attention deals them out anew" if by_attention else ""
+    return [*lines, "", f"{inspection.plan.policy}: {counts}{note}", *strip, "", table]
 
 
 def _scores(inspection: Inspection) -> list[float]:

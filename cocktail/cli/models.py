@@ -10,7 +10,7 @@ import typer
 
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options, signals
-from cocktail.cli.options import GroupedCommand, help_alone
+from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.cli.output import Output, aligned, json_line
 from cocktail.config import Config
 from cocktail.errors import ModelError

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
@@ -17,29 +16,7 @@ COLORS = ("auto", "always", "never")
 _DEFAULT = Config()
 _DOCUMENT, _MODEL, _ANSWER, _KV, _OUTPUT = "Document", "Model and memory", "Answer", "KV cache", "Output"
 _SPECULATION = "Speculation"
-
-
-class GroupedCommand(TyperCommand):
-    """A command whose plain help lists its options by group."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then one section of options for each group."""
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                argument = parameter.param_type_name == "argument"
-                group = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Other"
-                sections.setdefault(group, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-def help_alone(ctx: typer.Context) -> None:
-    """Prints the help of a group of commands that was named without one of them."""
-    if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help())
+_OCR = 'Recognise text on pages of a PDF that are pictures (default: yes, with the extra "cocktail-qa[ocr]").'
 
 
 def complete(values: Sequence[str]) -> Callable[[str], list[str]]:
@@ -80,6 +57,7 @@ Strict = Annotated[
     bool,
     typer.Option("--strict", help="Fail where the text is damaged, instead of warning.", rich_help_panel=_DOCUMENT),
 ]
+Ocr = Annotated[bool | None, typer.Option("--ocr/--no-ocr", show_default=False, help=_OCR, rich_help_panel=_DOCUMENT)]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -295,6 +273,15 @@ Kv = Annotated[
         "kivi, kivi-4, kvquant and atom are other papers' methods, to compare with; atom's keys are rounded to 4 bits "
         "and held at 16.",
         autocompletion=complete(KV_POLICIES),
+        rich_help_panel=_KV,
+    ),
+]
+KvBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-budget",
+        metavar="SIZE|N%",
+        help="What the document's keys and values may take, in bytes or of those at 16 bits (default: about 18%).",
         rich_help_panel=_KV,
     ),
 ]

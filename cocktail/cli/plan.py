@@ -16,7 +16,8 @@ from cocktail.cli.ask import STDIN, check_words, collect_questions, read_stdin
 from cocktail.cli.output import Output, json_line
 from cocktail.config import Config
 from cocktail.errors import UsageError
-from cocktail.settings import Settings, as_utf8, flag_name, parse_size, resolve
+from cocktail.settings import Settings, as_utf8, flag_name, resolve
+from cocktail.sizes import parse_size
 
 if TYPE_CHECKING:
     from cocktail.offload.gpu_cards import GpuCard
@@ -72,6 +73,7 @@ def plan(
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
+    ocr: options.Ocr = None,
     model: options.Model = None,
     vram: options.Vram = None,
     link: options.Link = None,
@@ -82,6 +84,7 @@ def plan(
     max_tokens: options.MaxTokens = None,
     system: options.System = None,
     kv: options.Kv = None,
+    kv_budget: options.KvBudget = None,
     scorer: options.Scorer = None,
     chunk_size: options.ChunkSize = None,
     restate: options.Restate = None,

@@ -38,7 +38,7 @@ DIVERGENCE = (
     Column("same token", figure_cell("agreement", ".1f", scale=100), 12),
     Column("same answer", figure_cell("same", ".1f", scale=100), 8),
 )
-_SCORES = (
+SCORES = (
     Column("score", figure_cell("score", ".1f", scale=100), 16),
     Column("- fp16", figure_cell("score", "+.1f", "difference", 100), 14),
     Column("95 %", interval_cell("score", "+.1f", 100), 13),
@@ -51,7 +51,7 @@ EVIDENCE = (
     Column("all", figure_cell("held", ".1f", scale=100), 11),
 )
 _POLICY = Column("policy", lambda record: record["policy"], 20)
-_COLUMNS = (_POLICY, *BITS, *DIVERGENCE, *_SCORES, *EVIDENCE)
+_COLUMNS = (_POLICY, *BITS, *DIVERGENCE, *SCORES, *EVIDENCE)
 _DATASET = (
     Column("dataset", lambda record: record["dataset"], 19),
     Column("questions", lambda record: f"{record['questions']:,}", 5),

@@ -24,6 +24,7 @@ def quantize_pack(
     scale_bits: int = 16,
     k_span: int = 1,
     clip_keys: bool = True,
+    clip_values: bool = False,
     allocate: Allocate | None = None,
 ) -> Segment:
     """One contiguous segment of the given blocks, in the given order.
@@ -31,13 +32,16 @@ def quantize_pack(
     Args:
         key: [num_kv_heads, num_blocks, block_size, head_dim], run dtype, any strides: a layer's keys after RoPE.
         value: as `key`.
-        blocks: [num_chosen], int64, ascending: which blocks go into the segment (the paper's reordering).
+        blocks: [num_chosen], int64, ascending, best in host memory: which blocks go into the segment (the paper's
+            reordering).
         k_bits: 2, 3, 4, 8, FP8, or 16 (unquantized); one scale per channel and block.
         v_bits: as `k_bits`; one scale per token and group of `v_group_size` channels.
         v_group_size: a divisor of head_dim.
         scale_bits: 16, or 8 for scales and zeros that are 8-bit codes themselves; those of FP8 stay at 16.
         k_span: 1, 2 or 4: the chosen blocks among `k_span` neighbours, aligned in document order, share key scales.
         clip_keys: whether two-bit keys clip their outliers; False: plain minimum and maximum.
+        clip_values: whether values of two and three bits clip a fixed share of their range: for values that are
+            normally distributed, as rotated ones are (`rotation`); others lose by it.
         allocate: where the segment is held; None: new memory on the device of `key`.
 
     Raises:
@@ -62,18 +66,18 @@ def quantize_pack(
         return torch.empty(shape, dtype=dtype, device=key.device)
 
     allocate = on_device if allocate is None else allocate
-    scale_index = None
+    scale_index, num_scales = None, len(blocks)
     if k_span > 1 and k_bits != UNQUANTIZED and len(blocks):
-        _, rows = torch.unique_consecutive(blocks // k_span, return_inverse=True)
-        scale_index = allocate(rows.shape, torch.int32).copy_(rows)
+        units, rows = torch.unique_consecutive(blocks // k_span, return_inverse=True)
+        scale_index, num_scales = allocate(rows.shape, torch.int32).copy_(rows), len(units)
     shape = (key.shape[0], len(blocks), key.shape[2], key.shape[3])
-    out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index)
+    out = empty_segment(shape, k_bits, v_bits, v_group_size, key.dtype, allocate, scale_bits, scale_index, num_scales)
     if len(blocks) and key.device.type != "meta":
-        _filler(key.device)(key, value, blocks, out, clip_keys)
+        _filler(key.device)(key, value, blocks.to(key.device), out, clip_keys, clip_values)
     return out
 
 
-def _filler(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, bool], None]:
+def _filler(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, bool, bool], None]:
     if device.type == "cuda" and gpu_kernels():
         from cocktail.kernels.quantize_pack_triton import quantize_pack_triton
 

@@ -31,7 +31,7 @@ from cocktail.kernels.cpu_loads import (
 )
 from cocktail.kernels.cpu_threads import ITEM, run_items
 from cocktail.kernels.kept_code import kept_cfunc
-from cocktail.kernels.quantize_pack_ref import FP8_MAX, HALF_MAX, SCALE_EPSILON, key_shares
+from cocktail.kernels.quantize_pack_ref import FP8_MAX, HALF_MAX, SCALE_EPSILON, key_shares, value_share
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment
 from cocktail.kernels.segment_table import SegmentTable
 
@@ -266,7 +266,9 @@ def _write_keys(
 
 
 @njit(error_model="numpy")
-def _write_values(source: Any, blocks: Any, out: Any, head: Any, block: Any, head_dim: Any) -> None:
+def _write_values(
+    source: Any, blocks: Any, out: Any, head: Any, block: Any, head_dim: Any, share: Any, margin: Any
+) -> None:
     bits, size, groups = out[columns.V_BITS], out[columns.BLOCK_SIZE], out[columns.VALUE_GROUPS]
     group_size = head_dim // groups
     x = np.empty((size, head_dim), np.float32)
@@ -280,7 +282,7 @@ def _write_values(source: Any, blocks: Any, out: Any, head: Any, block: Any, hea
             scale[i] = _fp8_scale(low, high)
         else:
             spread = _spread(low, high)
-            scale[i], zero[i] = _scale_of(spread, np.float32(1), top), _zero_of(low, spread, _ZERO)
+            scale[i], zero[i] = _scale_of(spread, share, top), _zero_of(low, spread, margin)
     at = head * len(blocks) + block
     ranges = out[columns.V_RANGE]
     _write_scales(scale, out[columns.V_SCALE], at * size * groups, ranges, 4 * at)
@@ -297,7 +299,8 @@ def _write_values(source: Any, blocks: Any, out: Any, head: Any, block: Any, hea
         _write_row(x[t], row_scale, row_zero, bits, codes, address + t * row_bytes)
 
 
-# Parameters of a call, in int64: addresses and lengths of the arrays that `_write_keys` takes.
+# Parameters of a call, in int64: addresses and lengths of the arrays that `_write_keys` takes; the values' share and
+# margin stand behind those of the keys, which NUM_SHARES counts.
 KEY, VALUE, BLOCKS, NUM_BLOCKS, ROWS, OUT, HEAD_DIM, SHARES, MARGINS, NUM_SHARES = range(10)
 
 
@@ -312,16 +315,17 @@ def _pack_item() -> Any:
         blocks = carray(as_int64s(load_i64(p, BLOCKS)), (num_blocks,))
         # Keys and values alternate, because they do not cost the same.
         head, block = item // 2 // num_blocks, item // 2 % num_blocks
+        count = load_i64(p, NUM_SHARES)
+        shares = carray(as_float32s(load_i64(p, SHARES)), (count + 1,))
+        margins = carray(as_float32s(load_i64(p, MARGINS)), (count + 1,))
         if item % 2:
             if out[columns.K_BITS] != UNQUANTIZED:
                 rows = carray(as_int32s(load_i64(p, ROWS)), (num_blocks,))
-                shares = carray(as_float32s(load_i64(p, SHARES)), (load_i64(p, NUM_SHARES),))
-                margins = carray(as_float32s(load_i64(p, MARGINS)), (load_i64(p, NUM_SHARES),))
                 source = carray(as_int64s(load_i64(p, KEY)), (SOURCE_SIZE,))
-                _write_keys(source, blocks, rows, out, head, block, head_dim, shares, margins)
+                _write_keys(source, blocks, rows, out, head, block, head_dim, shares[:count], margins[:count])
         elif out[columns.V_BITS] != UNQUANTIZED:
             source = carray(as_int64s(load_i64(p, VALUE)), (SOURCE_SIZE,))
-            _write_values(source, blocks, out, head, block, head_dim)
+            _write_values(source, blocks, out, head, block, head_dim, shares[count], margins[count])
 
     return pack_item
 
@@ -333,7 +337,12 @@ def _source(x: torch.Tensor) -> np.ndarray:
 
 
 def quantize_pack_cpu(
-    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, clip_keys: bool = True
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: torch.Tensor,
+    out: Segment,
+    clip_keys: bool = True,
+    clip_values: bool = False,
 ) -> None:
     """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`.
 
@@ -343,6 +352,7 @@ def quantize_pack_cpu(
         blocks: [num_chosen], int64.
         out: an allocated, contiguous segment of num_chosen blocks.
         clip_keys: see `quantize_pack`.
+        clip_values: see `quantize_pack`.
 
     Raises:
         ValueError: for another dtype, or a segment that is not contiguous.
@@ -358,7 +368,7 @@ def quantize_pack_cpu(
     if out.k_bits == out.v_bits == UNQUANTIZED:
         return
     rows = torch.arange(len(blocks), dtype=torch.int32) if out.scale_index is None else out.scale_index
-    shares = key_shares(out.k_bits, clip_keys)
+    shares = (*key_shares(out.k_bits, clip_keys), *value_share(out.v_bits, clip_values))
     arrays = [
         _source(key),
         _source(value),
@@ -370,5 +380,7 @@ def quantize_pack_cpu(
     ]
     k, v, chosen, scale_rows, row, share, margin = (array.ctypes.data for array in arrays)
     heads, head_dim = key.shape[0], key.shape[3]
-    parameters = np.array((k, v, chosen, len(blocks), scale_rows, row, head_dim, share, margin, len(shares)), np.int64)
+    parameters = np.array(
+        (k, v, chosen, len(blocks), scale_rows, row, head_dim, share, margin, len(shares) - 1), np.int64
+    )
     run_items(_pack_item(), 2 * heads * len(blocks), parameters)

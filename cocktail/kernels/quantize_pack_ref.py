@@ -17,6 +17,8 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 # Two-bit keys clip their outliers; with plain min-max, four levels leave most keys at one of two values.
 KEY_SHARES = {2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}
 PLAIN = (1.0,)
+# Of a value's range where values clip theirs: what a search over normally distributed ones finds.
+VALUE_SHARES = {2: (0.8,), 3: (0.9,)}
 
 
 def quantize_groups(
@@ -87,8 +89,18 @@ def key_shares(k_bits: int, clip: bool) -> tuple[float, ...]:
     return KEY_SHARES.get(k_bits, PLAIN) if clip else PLAIN
 
 
+def value_share(v_bits: int, clip: bool) -> tuple[float]:
+    """The share of a group's range that is given to its values."""
+    return VALUE_SHARES.get(v_bits, PLAIN) if clip else PLAIN
+
+
 def quantize_pack_ref(
-    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, clip_keys: bool = True
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: torch.Tensor,
+    out: Segment,
+    clip_keys: bool = True,
+    clip_values: bool = False,
 ) -> None:
     """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`."""
     block_values = key.shape[0] * key.shape[2] * key.shape[3]
@@ -98,7 +110,8 @@ def quantize_pack_ref(
     while first < len(blocks):
         # Blocks that share key scales stay together.
         last = int((rows < rows[first] + batch).sum())
-        _quantize_values(value.index_select(1, blocks[first:last]), out, first, last)
+        share = value_share(out.v_bits, clip_values)
+        _quantize_values(value.index_select(1, blocks[first:last]), out, first, last, share)
         shares = key_shares(out.k_bits, clip_keys)
         _quantize_keys(key.index_select(1, blocks[first:last]), rows[first:last], out, first, last, shares)
         first = last
@@ -148,7 +161,7 @@ def _equal_runs(rows: torch.Tensor) -> list[tuple[int, int]]:
     return spans
 
 
-def _quantize_values(value: torch.Tensor, out: Segment, first: int, last: int) -> None:
+def _quantize_values(value: torch.Tensor, out: Segment, first: int, last: int, share: Sequence[float]) -> None:
     if out.v_bits == UNQUANTIZED:
         out.value[:, first:last] = value
         return
@@ -159,7 +172,7 @@ def _quantize_values(value: torch.Tensor, out: Segment, first: int, last: int) -
         out.value[:, first:last], out.v_scale[:, first:last] = codes.flatten(-2), scale.squeeze(-1)
         return
     assert out.v_zero is not None
-    codes, scale, zero = quantize_groups(groups, out.v_bits, -1)
+    codes, scale, zero = quantize_groups(groups, out.v_bits, -1, share)
     scale, zero = scale.squeeze(-1), zero.squeeze(-1)
     if out.v_range is not None:
         small_scale, scale_range = quantize_scales(scale.flatten(-2))

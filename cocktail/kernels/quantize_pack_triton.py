@@ -43,8 +43,7 @@ def _columns(COUNT: tl.constexpr, EIGHTH: tl.constexpr, HEAD_DIM: tl.constexpr):
 def _load(source, token, channel, used):  # type: ignore[no-untyped-def]
     """A tile [tokens, channels], and which of it there is; tokens count from the start of the first block.
 
-    `source` is the address of the head, that of the first block's number, the number of tokens, the block size and the
-    strides of blocks, tokens and channels.
+    `source`: address of the head, that of the first block's number, tokens, block size, strides: block, token, channel.
     """
     address, blocks, tokens, block_size, s_block, s_token, s_channel = source
     block = tl.load(blocks + token // block_size, mask=token < tokens, other=0)
@@ -55,7 +54,7 @@ def _load(source, token, channel, used):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _half(x, LOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`x` between LOW and float16's maximum, rounded to float16, as float32; NaN stays NaN."""
+    """`x` from LOW to float16's maximum, rounded to float16, as float32; NaN stays NaN."""
     return tl.clamp(x, LOW, HALF_MAX, propagate_nan=ALL).to(tl.float16).to(tl.float32)
 
 
@@ -97,8 +96,7 @@ def _fp8_codes(x, scale):  # type: ignore[no-untyped-def]
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     normal = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
     code = tl.where(size < (121 << 23), small, normal)
-    # 0x7E is 448 and 0x7F is NaN.
-    return tl.where(size > 0x7F800000, 0x7F, tl.minimum(code, 0x7E)) | ((bits >> 24) & 0x80)
+    return tl.where(size > 0x7F800000, 0x7F, tl.minimum(code, 0x7E)) | ((bits >> 24) & 0x80)  # NaN, 448
 
 
 @triton.jit
@@ -211,7 +209,7 @@ def _quantize_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _value_scales(x, keep, group, GROUPS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _value_scales(x, keep, group, GROUPS: tl.constexpr, BITS: tl.constexpr, SHARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scale and zero of every value of a tile: those of its token's group of channels."""
     scale, zero = tl.full(x.shape, 1.0, tl.float32), tl.zeros(x.shape, tl.float32)
     for g in range(GROUPS):
@@ -221,7 +219,7 @@ def _value_scales(x, keep, group, GROUPS: tl.constexpr, BITS: tl.constexpr):  # 
             scale = tl.where(member, _fp8_scale(low, high)[:, None], scale)
         else:
             spread = tl.minimum(high - low, FLOAT_MAX, propagate_nan=ALL)
-            own_scale, own_zero = _scale_and_zero(low, spread, 1.0, 0.0, BITS)
+            own_scale, own_zero = _scale_and_zero(low, spread, SHARE, (1 - SHARE) / 2, BITS)
             scale, zero = tl.where(member, own_scale[:, None], scale), tl.where(member, own_zero[:, None], zero)
     return scale, zero
 
@@ -229,19 +227,19 @@ def _value_scales(x, keep, group, GROUPS: tl.constexpr, BITS: tl.constexpr):  # 
 @triton.jit
 def _quantize_values(  # type: ignore[no-untyped-def]
     source, out, v_scale, v_zero, v_range,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+    BITS: tl.constexpr, SHARE: tl.constexpr,
+    GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One scale per token and group of channels of a block; the pointers are at its first token."""
     channel, used = _columns(CHANNELS, CHANNELS // 8, HEAD_DIM)
     group = channel // (HEAD_DIM // GROUPS)
-    # One channel of each group writes the group's scale.
     writes = used & (channel % (HEAD_DIM // GROUPS) == 0)
     if v_range is not None:
         scale_low = tl.full((TOKENS, CHANNELS), float("inf"), tl.float32)
         scale_high, zero_low, zero_high = -scale_low, scale_low, -scale_low
         for start in range(0, source[2], TOKENS):
             x, keep = _load(source, start + tl.arange(0, TOKENS), channel, used)
-            scale, zero = _value_scales(x.to(tl.float32), keep, group, GROUPS, BITS)
+            scale, zero = _value_scales(x.to(tl.float32), keep, group, GROUPS, BITS, SHARE)
             scale_low = tl.where(keep, tl.minimum(scale_low, scale, propagate_nan=ALL), scale_low)
             scale_high = tl.where(keep, tl.maximum(scale_high, scale, propagate_nan=ALL), scale_high)
             zero_low = tl.where(keep, tl.minimum(zero_low, zero, propagate_nan=ALL), zero_low)
@@ -254,7 +252,7 @@ def _quantize_values(  # type: ignore[no-untyped-def]
         token = start + tl.arange(0, TOKENS)
         x, keep = _load(source, token, channel, used)
         x = x.to(tl.float32)
-        scale, zero = _value_scales(x, keep, group, GROUPS, BITS)
+        scale, zero = _value_scales(x, keep, group, GROUPS, BITS, SHARE)
         at = token[:, None] * GROUPS + group[None, :]
         mask = keep & writes[None, :]
         if v_range is not None:
@@ -277,12 +275,11 @@ def _quantize_pack(  # type: ignore[no-untyped-def]
     value, value_s_head, value_s_block, value_s_token, value_s_channel,
     blocks, scale_index, num_blocks, num_scales, block_size,
     out_key, k_scale, k_zero, k_range, out_value, v_scale, v_zero, v_range,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, SHARES: tl.constexpr, V_SHARE: tl.constexpr, GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """scale = c (max - min) / (2**bits - 1), zero = min + (1 - c) (max - min) / 2, both rounded to float16;
-    code = clamp(round((x - zero) / scale), 0, 2**bits - 1), with the share c of SHARES that has the least squared
-    error for keys, 1 for values; FP8: scale = max |x| / 448, code = e4m3(x / scale).
+    """The formulas of `quantize_pack_ref`, with the share of SHARES that has the least squared error for keys, and
+    V_SHARE for values.
 
     Grid: heads times blocks; then values, keys. Of blocks that share key scales the first one's program does all keys.
     """
@@ -302,7 +299,7 @@ def _quantize_pack(  # type: ignore[no-untyped-def]
                 source, out_value + token * (HEAD_DIM if V_BITS == FP8_BITS else HEAD_DIM // 8 * V_BITS),
                 v_scale + token * GROUPS,
                 None if v_zero is None else v_zero + token * GROUPS, None if v_range is None else v_range + block * 4,
-                V_BITS, GROUPS, HEAD_DIM, CHANNELS, TOKENS,
+                V_BITS, V_SHARE, GROUPS, HEAD_DIM, CHANNELS, TOKENS,
             )  # fmt: skip
     else:
         count, row = 1, first
@@ -331,10 +328,12 @@ def _quantize_pack(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
 
 
-def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int, clip_keys: bool = True) -> dict[str, Any]:
+def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int, *clips: bool) -> dict[str, Any]:
+    clip_keys, clip_values = clips or (True, False)
     channels, bits = 8 * triton.next_power_of_2(head_dim // 8), {"K_BITS": k_bits, "V_BITS": v_bits}
     return bits | {
         "SHARES": ref.key_shares(k_bits, clip_keys),
+        "V_SHARE": ref.value_share(v_bits, clip_values)[0],
         "GROUPS": groups,
         "HEAD_DIM": head_dim,
         "CHANNELS": channels,
@@ -344,7 +343,7 @@ def _constants(head_dim: int, k_bits: int, v_bits: int, groups: int, clip_keys: 
 
 
 def quantize_pack_triton(
-    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, clip_keys: bool = True
+    key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, out: Segment, *clips: bool
 ) -> None:
     """Gathers `blocks` of a layer's unquantized KV in that order into `out`, quantized; see `quantize_pack`.
 
@@ -353,6 +352,7 @@ def quantize_pack_triton(
         value: as `key`.
         blocks: [num_chosen], int64, below num_blocks (not checked, which would wait for the device).
         out: an allocated, contiguous segment of num_chosen blocks; at most 4 blocks share a row of key scales.
+        clips: `clip_keys` and `clip_values` of `quantize_pack`.
 
     Raises:
         ValueError: for a segment that is not contiguous or does not have these sizes.
@@ -368,7 +368,7 @@ def quantize_pack_triton(
     _quantize_pack[(heads * len(blocks), 2)](
         key, *key.stride(), value, *value.stride(), blocks.contiguous(), out.scale_index, len(blocks),
         len(blocks) if out.k_scale is None else out.k_scale.shape[1], block_size, *tables,
-        **_constants(head_dim, out.k_bits, out.v_bits, 1 if out.v_scale is None else out.v_scale.shape[-1], clip_keys),
+        **_constants(head_dim, out.k_bits, out.v_bits, 1 if out.v_scale is None else out.v_scale.shape[-1], *clips),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 

@@ -112,6 +112,7 @@ def empty_segment(
     allocate: Allocate,
     scale_bits: int = 16,
     scale_index: torch.Tensor | None = None,
+    num_scales: int | None = None,
 ) -> Segment:
     """A contiguous segment whose tensors are allocated but not written.
 
@@ -120,10 +121,12 @@ def empty_segment(
         dtype: the run's dtype, of unquantized keys or values.
         allocate: returns an uninitialised tensor of a shape and dtype.
         scale_bits: 16, or 8 for 8-bit scales (not those of FP8).
-        scale_index: see `Segment`; its largest entry tells the number of key scales.
+        scale_index: see `Segment`.
+        num_scales: key scales; None: one a block, or as many as `scale_index` names.
     """
     heads, blocks, block_size, head_dim = shape
-    num_scales = blocks if scale_index is None else int(scale_index.max()) + 1
+    if num_scales is None:
+        num_scales = blocks if scale_index is None else int(scale_index.max()) + 1
 
     def part(bits: int, scale_shape: Sequence[int], ranges: int) -> tuple[torch.Tensor | None, ...]:
         if bits == UNQUANTIZED:

@@ -83,7 +83,7 @@ def main(folder: str, tokens: str = "2000", streamed: str = "30") -> None:
             cache,
             ids[:context_len],
             ids[context_len:],
-            plan_bits("cocktail", scores, 0.6, 0.1),
+            plan_bits("cocktail-paper", scores, 0.6, 0.1),
             segment_tokens=256,
             offload=offload,
         )

@@ -60,9 +60,9 @@ def test_pages_and_chunks_without_a_question(cocktail: Run) -> None:
 
 
 def test_a_question_adds_scores_bits_and_the_best_chunks(cocktail: Run) -> None:
-    lines = cocktail("inspect", "doc.pdf", "why").out.splitlines()
+    lines = cocktail("inspect", "doc.pdf", "why", "--kv", "cocktail-paper").out.splitlines()
     assert lines[7:] == [
-        "cocktail: 2 fp16, 0 int4, 2 int2",
+        "cocktail-paper: 2 fp16, 0 int4, 2 int2",
         "\u2581\u2582\u2588\u2585",
         "F2F2",
         "",
@@ -72,6 +72,11 @@ def test_a_question_adds_scores_bits_and_the_best_chunks(cocktail: Run) -> None:
         "0.200  int2  i     c [1md",
         "0.100  fp16  i     a b",
     ]
+
+
+def test_bits_that_attention_deals_out_are_said_to_be_by_score(cocktail: Run) -> None:
+    out = cocktail("inspect", "doc.pdf", "why").out
+    assert "cocktail: 1 fp16, 3 int4, 0 int2 by score; each layer's attention deals them out anew" in out
 
 
 def test_json_holds_every_page_and_chunk(cocktail: Run) -> None:

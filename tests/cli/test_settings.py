@@ -8,7 +8,8 @@ import pytest
 
 from cocktail.config import Config
 from cocktail.errors import UsageError
-from cocktail.settings import PARSERS, as_utf8, parse_size, resolve, user_file
+from cocktail.settings import PARSERS, as_utf8, resolve, user_file
+from cocktail.sizes import parse_size
 
 
 @pytest.mark.parametrize(

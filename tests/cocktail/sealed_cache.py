@@ -10,11 +10,12 @@ import torch
 from cocktail.bit_plan import BitPlan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, LayerContext
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
-from cocktail.kv_cache import ContextMask, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import ContextMask
 from tests.kernels.dense_reference import dense_attention, gentle_query, outlier_keys, round_trip_block
 
 
-def paper_plan(num_chunks: int, seed: int = 0, policy: str = "cocktail") -> BitPlan:
+def paper_plan(num_chunks: int, seed: int = 0, policy: str = "cocktail-paper") -> BitPlan:
     """The plan of random scores."""
     return plan_bits(policy, np.random.default_rng(seed).standard_normal(num_chunks), 0.6, 0.1)
 
@@ -156,4 +157,10 @@ def sealed_cache(
             cache.update(key[None, :, span], value[None, :, span], layer)
         cache.seal(layer, context, plan)
         sealed.contexts.append(LayerContext(key, value))
+        if plan.movable is not None and window is None:
+            query = gentle_query(2 * geometry.num_kv_heads, 3, key, generator).to(dtype)
+            cache.begin_tail(0, torch.ones((3, 3), dtype=torch.bool), layout.context_len + torch.arange(3))
+            cache.update(key[None, :, :3], value[None, :, :3], layer)[0].attend(query, sealed.scaling)
+    if cache.plan is not None:
+        sealed.plan = cache.plan
     return sealed

@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 from cocktail.bit_plan import FP8, FULL, BitPlan, history_plan, plan_bits, within
 from cocktail.context import ContextLayout
 
-PAPER = ("cocktail-paper", "cocktail")
+PAPER = ("cocktail-paper",)
 
 
 def bits_of(policy: str, scores: list[float], alpha: float = 0.6, beta: float = 0.1) -> list[int]:
@@ -82,7 +82,7 @@ def test_a_plan_for_all_layers_answers_for_each() -> None:
 
 def test_scores_that_are_not_finite_are_a_bug() -> None:
     with pytest.raises(AssertionError, match="finite"):
-        plan_bits("cocktail", np.array([0.1, np.nan]), 0.6, 0.1)
+        plan_bits("cocktail-paper", np.array([0.1, np.nan]), 0.6, 0.1)
 
 
 @given(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from cocktail.answer import Citation
 from cocktail.bit_plan import plan_bits
 from cocktail.chunk import TokenizedDocument, tokenize_document
-from cocktail.citation import QUOTE_CHARS, cite
+from cocktail.citation import QUOTE_CHARS, best_quotes, cite
 from cocktail.document import Document, Page
 from cocktail.report import SilentReporter
 from cocktail.score import Bm25Scorer
@@ -69,6 +69,17 @@ def test_complaint_08_pages_count_from_one_and_carry_their_labels() -> None:
 def test_complaint_14_a_document_that_is_wholly_in_context_is_still_cited() -> None:
     best = cited(tokenized([FILLER + " The vault opens with 7315."]), "What opens the vault?", "7315")[0]
     assert "7315" in best.quote
+
+
+def test_words_that_only_ask_find_nothing() -> None:
+    pages = [FILLER + " Ann asked what there is, and who did what, and how much of it." + FILLER]
+    pages.append(FILLER + " The tax of 1991 was lowered." + FILLER)
+    parts = tokenized(pages)
+    scores = np.zeros(len(parts.chunks), dtype=np.float32)
+    assert best_quotes(parts, "What is it, and who did how much of the tax?", "", scores, 1)[0].page == 1
+    # Nothing is left of this one, and the scores alone choose.
+    scores[-1] = 1.0
+    assert best_quotes(parts, "What is it?", "", scores, 1)[0].page == 1
 
 
 def test_the_answer_decides_between_pages_on_the_same_topic() -> None:

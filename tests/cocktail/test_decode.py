@@ -69,7 +69,7 @@ class Run:
         generator = torch.Generator().manual_seed(5)
         self.context_ids = torch.randint(0, VOCAB_SIZE, (LAYOUT.context_len,), generator=generator)
         self.suffix_ids = torch.randint(0, VOCAB_SIZE, (SUFFIX_LEN,), generator=generator)
-        self.plan = plan_bits("cocktail", np.array([0.1, 0.9, 0.2, 0.6]), 0.6, 0.1)
+        self.plan = plan_bits("cocktail-paper", np.array([0.1, 0.9, 0.2, 0.6]), 0.6, 0.1)
 
     def prefilled(self, max_tokens: int = MAX_TOKENS) -> tuple[MixedKVCache, torch.Tensor]:
         """A cache whose tail has room for the suffix and `max_tokens` - 1 tokens, and the prompt's last logits."""

@@ -21,57 +21,9 @@ from pypdfium2 import PdfiumError
 from cocktail.document import Document, Page, parse_page_ranges, read_document
 from cocktail.errors import DocumentError, EncryptedError, NoTextError, UsageError
 from cocktail.page import format_pages, text_quality
+from cocktail.pdf_worker import open_pdf
 from cocktail.report import SilentReporter
-
-GRAY_PIXEL = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010800000000"
-    "3a7e9b550000000a4944415478da636800000082008177cd72b60000000049454e44ae426082"
-)
-
-
-def make_pdf(*pages: str, prepare: Callable[[FPDF], None] | None = None, picture: bool = False) -> bytes:
-    """A PDF with one line of text a page; an empty string makes a page without text."""
-    pdf = FPDF()
-    if prepare:
-        prepare(pdf)
-    for text in pages:
-        pdf.add_page()
-        if picture:
-            pdf.image(io.BytesIO(GRAY_PIXEL), x=0, y=0, w=pdf.w, h=pdf.h)
-        if text:
-            pdf.set_font("helvetica", size=12)
-            pdf.multi_cell(0, text=text)
-    return bytes(pdf.output())
-
-
-def hand_made_pdf(shown: bytes, mapping: str = "", kids: str = "3 0 R") -> bytes:
-    """A PDF whose font maps bytes to UTF-16 as in `mapping`, "<41> <E001>", for glyphs that fpdf2 cannot write."""
-    table = (
-        f"begincmap 1 begincodespacerange <00> <FF> endcodespacerange {mapping.count('<') // 2} beginbfchar {mapping} "
-        "endbfchar endcmap"
-    ).encode()
-    content = b"BT /F 12 Tf 20 200 Td (" + shown + b") Tj ET"
-
-    def stream(body: bytes) -> bytes:
-        return b"<</Length %d>>stream\n%s\nendstream" % (len(body), body)
-
-    objects = (
-        b"<</Type/Catalog/Pages 2 0 R>>",
-        b"<</Type/Pages/Kids[%s]/Count %d>>" % (kids.encode(), kids.count("R")),
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 300]/Resources<</Font<</F 4 0 R>>>>/Contents 5 0 R>>",
-        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica" + (b"/ToUnicode 6 0 R" if mapping else b"") + b">>",
-        stream(content),
-        stream(table),
-    )
-    body, offsets = b"%PDF-1.4\n", []
-    for number, item in enumerate(objects, start=1):
-        offsets.append(len(body))
-        body += b"%d 0 obj\n%s\nendobj\n" % (number, item)
-    entries = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size = len(objects) + 1
-    table_at = len(body)
-    body += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, entries)
-    return body + b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (size, table_at)
+from tests.cocktail.pdf_files import GRAY_PIXEL, hand_made_pdf, make_pdf
 
 
 def read(data: bytes, path: str = "in.pdf", pages: str | None = None, **options: object) -> Document:
@@ -85,9 +37,17 @@ def test_complaint_01_scan_is_an_error_that_names_ocr() -> None:
     with pytest.raises(NoTextError, match="none of the 3 pages holds any; they are blank") as failure:
         read(make_pdf("", "", "", picture=True))
     assert failure.value.exit_code == 4
-    assert failure.value.hint is not None
-    assert "no OCR" in failure.value.hint
-    assert "ocrmypdf" in failure.value.hint
+    assert "OCR is off" in (failure.value.hint or "")
+
+
+def test_complaint_02_without_the_extra_a_scan_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cocktail.ocr.OCR_PACKAGES", ("rapidocr", "no_such_package"))
+    with pytest.raises(NoTextError) as failure:
+        read(make_pdf("", picture=True), ocr=True)
+    assert 'pip install "cocktail-qa[ocr]"' in (failure.value.hint or "")
+    document = read(make_pdf("one", "", "three"), ocr=True)
+    assert [warning.count("pip install") for warning in document.warnings] == [1]
+    assert "page 2 of 3 holds no text" in document.warnings[0]
 
 
 def test_complaint_01_scan_with_a_watermark_is_reported() -> None:
@@ -104,7 +64,7 @@ def test_complaint_02_empty_pages_are_listed() -> None:
     assert [page.text for page in document.pages if page.text] == ["one", "four", "six"]
     assert len(document.warnings) == 1
     assert "pages 2-3, 5 of 6 hold no text" in document.warnings[0]
-    assert "no OCR" in document.warnings[0]
+    assert "OCR is off" in document.warnings[0]
     assert reporter.warnings == list(document.warnings)
 
 
@@ -429,7 +389,7 @@ def test_page_that_cannot_be_loaded_is_skipped_and_named() -> None:
 
 
 def test_no_page_loads() -> None:
-    with pytest.raises(DocumentError, match="could not load any of the 1 pages"):
+    with pytest.raises(DocumentError, match=r"could not load the only page asked for \(damaged\)"):
         read(hand_made_pdf(b"still here", kids="3 0 R 99 0 R"), pages="2")
 
 
@@ -443,9 +403,8 @@ def test_damaged_pdf_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise PdfiumError("Failed to load document (PDFium: Success).", err_code=0)
 
-    monkeypatch.setattr("cocktail.pdf.pdfium.PdfDocument", fail)
-    with pytest.raises(DocumentError, match=r"cannot be read as a PDF \(PDFium: no reason given\)"):
-        read(PLAIN_PDF)
+    monkeypatch.setattr("cocktail.pdf_worker.pdfium.PdfDocument", fail)
+    assert open_pdf(PLAIN_PDF, [None]) == (None, {"error": "no reason given"})
 
 
 @settings(max_examples=60, deadline=None)

@@ -117,8 +117,8 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int, MixedKVCac
     return seen
 
 
-@pytest.mark.parametrize("kv", ["cocktail", "int4", "fp16"])
-def test_the_draft_reads_the_unquantized_chunks_and_the_tail_only(
+@pytest.mark.parametrize("kv", ["cocktail", "cocktail-paper", "int4", "fp16"])
+def test_the_draft_reads_the_best_chunks_and_the_tail_only(
     document: Path, config: Config, kv: str, contexts: list[tuple[Job, int, MixedKVCache, list[int]]]
 ) -> None:
     answers = ask(document, replace(config, kv=kv, chunk_size=16), *QUESTIONS)
@@ -126,12 +126,16 @@ def test_the_draft_reads_the_unquantized_chunks_and_the_tail_only(
     for (job, index, cache, read), answer in zip(contexts, answers, strict=True):
         ids = job.reading.tokenized.token_ids.tolist()
         expected = list(job.reading.prompt.prefix_ids)
-        kept = [chunk for chunk in range(len(ids) // 16) if job.plans[index].precision(chunk) == "fp16"]
+        plan = job.plans[index]
+        kept = [chunk for chunk in range(len(ids) // 16) if plan.precision(chunk) == "fp16"]
+        if plan.movable is not None:
+            kept = [chunk for chunk in range(len(ids) // 16) if not plan.movable[chunk]]
+            assert 4 < len(kept) < len(plan.movable) / 2
         for chunk in kept:
             expected += ids[16 * chunk : 16 * (chunk + 1)]
         expected += ids[16 * (len(ids) // 16) :]
         assert read == [*expected, *job.reading.suffixes[index]]
-        assert len(kept) == answer.kv.chunks["fp16"]
+        assert kv == "cocktail" or len(kept) == answer.kv.chunks["fp16"]
         assert cache.layout.context_len == len(expected)
         # None of it is quantized.
         assert cache.bits_per_value == 32

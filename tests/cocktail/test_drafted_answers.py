@@ -126,6 +126,7 @@ def test_a_draft_reads_the_cache_that_the_target_wrote(document: Path, config: C
 
 
 def test_a_draft_never_lowers_the_precision_of_the_kv_cache(document: Path, config: Config) -> None:
+    config = replace(config, kv="cocktail-paper")
     least = least_budget(document, replace(config, draft="off"))
     policies = set()
     for extra in (0, 200_000, 400_000, 800_000, 1_600_000):
@@ -133,4 +134,4 @@ def test_a_draft_never_lowers_the_precision_of_the_kv_cache(document: Path, conf
         held = [ask(document, replace(limited, draft=draft))[0].kv.policy for draft in ("off", "self", "auto")]
         assert len(set(held)) == 1
         policies |= set(held)
-    assert policies == {"cocktail", "int2"}
+    assert policies == {"cocktail-paper", "int2"}

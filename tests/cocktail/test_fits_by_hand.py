@@ -62,12 +62,27 @@ class Dimensions:
         """Keys and values of one token in all layers, in BF16."""
         return BF16 * 2 * self.kv_heads * HEAD_DIM * self.layers
 
-    def kv_bytes(self, document: int, bits: int) -> int:
+    def cocktail_bytes(self, document: int, key_share: float, value_share: float) -> int:
+        """By attention: 2 bits, and for some chunks 4 of keys and 3 of values.
+
+        Keys of 128 tokens share a scale and a zero of 8 bits a channel, with four numbers of 16 bits for all of them;
+        values have them for 64 channels of a token, with four numbers for 32 tokens.
+        """
+        keys = 2 + 2 * key_share + (2 * 8 * HEAD_DIM + 4 * 16) / (128 * HEAD_DIM)
+        values = 2 + value_share + 2 * 8 / 64 + 4 * 16 / (CHUNK * HEAD_DIM)
+        quantized = (document // CHUNK - 1) * CHUNK
+        kept = PREFIX + CHUNK + document % CHUNK + TAIL
+        return int(kept * self.kv_token_bytes + quantized * self.kv_token_bytes / 16 * (keys + values) / 2)
+
+    def kv_bytes(self, document: int, policy: str) -> int:
         """The KV cache with all chunks but the first at some bits.
 
         A chunk's keys have a scale and a zero of 16 bits each for 32 tokens of a channel, so one more bit a value; its
         values have them for 64 channels of a token, so half a bit more.
         """
+        if policy.startswith("cocktail"):
+            return self.cocktail_bytes(document, *((0.5, 0.3) if policy == "cocktail" else (0.1, 0.1)))
+        bits = BITS[policy]
         chunks = document // CHUNK
         quantized = (chunks - 1) * CHUNK
         kept = PREFIX + CHUNK + document % CHUNK + TAIL
@@ -115,7 +130,7 @@ def parts_by_hand(model: Dimensions, document: int, plan: ResidencyPlan) -> dict
     graphs = GRAPH_POOL_BYTES + BF16 * model.vocabulary
     return {
         "weights": plan.resident_layers * model.layer_bytes + model.embedding_bytes + embedding + model.vector_bytes,
-        "kv cache": model.kv_bytes(document, BITS[plan.kv_policy]),
+        "kv cache": model.kv_bytes(document, plan.kv_policy),
         "layer context": model.layer_context_bytes(document),
         "hidden states": BF16 * on_device * model.hidden,
         "rotary tables": BF16 * on_device * 2 * HEAD_DIM,
@@ -134,7 +149,12 @@ def test_a_plan_is_within_five_percent_of_a_calculation_by_hand(name: str, docum
     model, found = MODELS[name], outlook(name, document).what_if(budget, SPEED)
     if found.plan is None:
         # Head, two staging slots, the smallest cache, one layer's context, and the card's own.
-        least = model.embedding_bytes + model.vector_bytes + 2 * model.layer_bytes + model.kv_bytes(document, 2)
+        least = (
+            model.embedding_bytes
+            + model.vector_bytes
+            + 2 * model.layer_bytes
+            + model.kv_bytes(document, "cocktail-low")
+        )
         least += model.layer_context_bytes(document) + CUDA_CONTEXT_BYTES + ALLOCATOR_BYTES
         assert budget < least
         assert found.smallest_bytes == pytest.approx(least, rel=CLOSE)
@@ -184,9 +204,8 @@ def test_sizes_are_those_of_the_field_notes(name: str) -> None:
 
 
 def test_what_the_field_notes_say_of_8_gb_and_100_000_tokens_is_planned_otherwise() -> None:
-    # They need lower KV precision and the embedding in host memory; here layers are streamed as well.
+    # They need lower KV precision and the embedding in host memory; here layers are streamed, and few bits are usual.
     plan = outlook("llama-3.1-8b", 100_000).plan(8 * 10**9, SPEED)
     assert plan is not None
-    assert plan.embedding_on_host
     assert plan.kv_policy == "cocktail"
     assert plan.resident_layers < 10

@@ -114,7 +114,7 @@ def test_complaint_48_what_it_depends_on_misses_and_says_why(
     template["chat_template"] = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(template))
     assert reason() == "another chat template"
-    monkeypatch.setattr(kept_context, "extractor_version", lambda: "2")
+    monkeypatch.setattr(kept_context, "extractor_version", lambda ocr: "2")
     assert reason() == "another version extracted the text"
     os.utime(next(model.glob("*.safetensors")), (1, 1))
     monkeypatch.undo()

@@ -131,7 +131,12 @@ def test_complaint_30_recent_tokens_question_sink_and_remainder_stay_unquantized
         assert layer.key.dtype == layer.value.dtype == dtype
         key, value = committed(sealed.cache, 0)
         assert torch.equal(key, torch.cat([question.key[0], answer.key[0]], dim=1))
-        assert torch.equal(value, torch.cat([question.value[0], answer.value[0]], dim=1))
+        written = torch.cat([question.value[0], answer.value[0]], dim=1)
+        if sealed.plan.rotates_values:
+            # Twice rounded to bfloat16, after the rotation and after the one back.
+            torch.testing.assert_close(sealed.cache.tail(0).value, written, rtol=0.0, atol=2.0**-6)
+        else:
+            assert torch.equal(value, written)
 
 
 @pytest.mark.parametrize("removed", [1, 4])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cocktail.bit_plan import BitPlan
 from cocktail.context import ContextLayout, KVGeometry
-from cocktail.kv_cache import ContextMask, MixedKVCache
+from cocktail.kv_cache import MixedKVCache
+from cocktail.kv_layer import ContextMask
 from tests.cocktail.sealed_cache import SealedCache, mixed_plan, paper_plan, sealed_cache
 from tests.kernels.closeness import TOLERANCE, assert_close_rms
 from tests.kernels.dense_reference import dense_attention, gentle_query, outlier_keys

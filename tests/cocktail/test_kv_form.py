@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cocktail import kv_cache
 from cocktail.answer import CacheStats
+from cocktail.baselines import prepared
 from cocktail.config import Config
-from cocktail.kv_cache import MixedKVCache
 from tests.cocktail.drafted_runs import PARAGRAPHS, least_budget, saved
 from tests.cocktail.keeping import CATS, WHO, ask, cold, keeping_config, kept_files
 
@@ -23,14 +24,13 @@ def config(tiny_folder: Path, tmp_path: Path) -> Config:
 def sealed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Receives what every layer's context is quantized from."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    seal = MixedKVCache.seal
 
-    def watched(cache, layer_idx, context, plan):  # type: ignore[no-untyped-def]
+    def watched(context, *others):  # type: ignore[no-untyped-def]
         if context.key.device.type != "meta":  # the planner's
             seen.append((context.key.clone(), context.value.clone()))
-        seal(cache, layer_idx, context, plan)
+        return prepared(context, *others)
 
-    monkeypatch.setattr(MixedKVCache, "seal", watched)
+    monkeypatch.setattr(kv_cache, "prepared", watched)
     return seen
 
 

@@ -12,7 +12,7 @@ from cocktail.kernels.quantize_pack_ref import dequantize_blocks, quantize_pack_
 from cocktail.kernels.segment import FP8, UNQUANTIZED, Segment, empty_segment
 from tests.kernels.dense_reference import outlier_keys
 
-Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, bool], None]
+Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segment, bool, bool], None]
 TENSORS = ("key", "value", "k_scale", "k_zero", "v_scale", "v_zero", "k_range", "v_range")
 
 
@@ -46,6 +46,7 @@ def assert_fills_as_the_reference(
     segment: Segment,
     differing: float = 0.001,
     clip_keys: bool = True,
+    clip_values: bool = False,
 ) -> None:
     """Fails unless `fill` writes what the reference writes, but for codes on the border of two.
 
@@ -54,8 +55,8 @@ def assert_fills_as_the_reference(
     held: dict[str, torch.Tensor | None] = {name: getattr(segment, name) for name in TENSORS}
     copies: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in held.items()}
     expected = replace(segment, **copies)
-    quantize_pack_ref(key, value, blocks, expected, clip_keys)
-    fill(key, value, blocks, segment, clip_keys)
+    quantize_pack_ref(key, value, blocks, expected, clip_keys, clip_values)
+    fill(key, value, blocks, segment, clip_keys, clip_values)
     for name in TENSORS:
         ours, theirs = getattr(segment, name), getattr(expected, name)
         if theirs is None:

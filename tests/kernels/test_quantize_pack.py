@@ -248,6 +248,20 @@ def test_only_two_bit_keys_are_clipped_and_only_if_they_may_be() -> None:
             assert torch.equal(segment.k_scale[:, 0], plain) == (bits != 2 or not clip)
 
 
+def test_rotated_values_are_clipped_to_a_share_of_their_range() -> None:
+    value = torch.randn((1, 1, 64, 64), generator=torch.Generator().manual_seed(8))
+    errors = {}
+    for bits, share in ((2, 0.8), (3, 0.9), (4, 1.0)):
+        for clip in (False, True):
+            segment = quantize_pack(value, value, torch.tensor([0]), 4, bits, 64, clip_values=clip)
+            assert segment.v_scale is not None
+            spread = value.amax(dim=-1) - value.amin(dim=-1)
+            assert torch.equal(segment.v_scale[..., 0], (spread * (share if clip else 1) / (2**bits - 1)).half())
+            errors[bits, clip] = (dequantize_blocks(segment, 0, 1)[1] - value[0]).square().mean()
+    assert errors[2, True] < 0.85 * errors[2, False]
+    assert errors[3, True] < errors[3, False]
+
+
 def spread_keys(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, [2, num_tokens / 8, 8, 24], whose channels and tokens have different sizes."""
     generator = torch.Generator().manual_seed(seed)

@@ -45,6 +45,14 @@ def test_keys_that_are_not_clipped() -> None:
     assert_fills_as_the_reference(quantize_pack_cpu, key, value, blocks, segment, clip_keys=False)
 
 
+@pytest.mark.parametrize(("k_bits", "v_bits", "scale_bits"), [(2, 2, 8), (4, 3, 8), (UNQUANTIZED, 2, 16), (2, 4, 16)])
+def test_values_that_are_clipped(k_bits: int, v_bits: int, scale_bits: int) -> None:
+    key, value = layer(2, 3, 8, 64, torch.float32)
+    blocks = torch.tensor([0, 2])
+    segment = unwritten(key, blocks, k_bits, v_bits, 32, scale_bits)
+    assert_fills_as_the_reference(quantize_pack_cpu, key, value, blocks, segment, clip_values=True)
+
+
 @pytest.mark.parametrize("bits", [2, FP8, UNQUANTIZED], ids=width_name)
 def test_any_strides(bits: int) -> None:
     whole = torch.randn((300, 2, 80), generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -39,8 +39,9 @@ def random_segment(
     options: dict[str, Any] = {"scale_bits": rng.choice((8, 16)), "k_span": rng.choice((1, 1, 2, 4))}
     widths = rng.choice(WIDTHS), rng.choice(WIDTHS)
 
-    def fill(key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, out: Segment, clip_keys: bool) -> None:
-        made = quantize_pack(key, value, chosen, *widths, value_group_size(head_dim), clip_keys=clip_keys, **options)
+    def fill(key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, out: Segment, *clips: bool) -> None:
+        given: dict[str, Any] = dict(zip(("clip_keys", "clip_values"), clips, strict=True))
+        made = quantize_pack(key, value, chosen, *widths, value_group_size(head_dim), **(given | options))
         for name in BY_BLOCK:
             if getattr(out, name) is not None:
                 getattr(out, name).copy_(getattr(made, name))

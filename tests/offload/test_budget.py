@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocktail.offload.budget import MemoryEstimate, format_bytes
-from cocktail.settings import parse_size
+from cocktail.sizes import parse_size
 
 
 @pytest.mark.parametrize(
