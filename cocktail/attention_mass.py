@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from cocktail.context import ContextLayout
-from cocktail.kernels.limits import attention_tile_tokens
 
 # The last rows of what follows the document: the question and the template's end. Those before them may be passages
 # that are repeated, whose attention says nothing new.
 MASS_ROWS = 32
+# Tokens whose scores are there at a time.
+TILE_TOKENS = 512
 
 
 def chunk_mass(query: torch.Tensor, key: torch.Tensor, layout: ContextLayout, scaling: float) -> torch.Tensor:
@@ -27,9 +28,7 @@ def chunk_mass(query: torch.Tensor, key: torch.Tensor, layout: ContextLayout, sc
         [num_chunks], float32.
     """
     query = query[:, -MASS_ROWS:]
-    num_heads, rows, head_dim = query.shape
-    num_kv_heads = key.shape[0]
-    grouped = query.reshape(num_kv_heads, -1, head_dim).float() * scaling
+    grouped = query.reshape(key.shape[0], -1, key.shape[2]).float() * scaling
 
     def log_weights(start: int, stop: int, size: int) -> torch.Tensor:
         """Log-sum-exp of the scores of each `size` tokens, [num_kv_heads, heads in a group * rows, parts]."""
@@ -37,8 +36,9 @@ def chunk_mass(query: torch.Tensor, key: torch.Tensor, layout: ContextLayout, sc
         return scores.unflatten(-1, (-1, size)).logsumexp(-1)
 
     chunk = layout.chunk_size
-    step = max(1, attention_tile_tokens(rows, num_heads) // chunk) * chunk
-    parts = [log_weights(start, min(start + step, layout.chunks_end), chunk) for start in _starts(layout, step)]
+    step = max(1, TILE_TOKENS // chunk) * chunk
+    starts = range(layout.prefix_len, layout.chunks_end, step)
+    parts = [log_weights(start, min(start + step, layout.chunks_end), chunk) for start in starts]
     if not parts:
         return query.new_zeros(0, dtype=torch.float32)
     inside = torch.cat(parts, dim=-1)
@@ -49,7 +49,3 @@ def chunk_mass(query: torch.Tensor, key: torch.Tensor, layout: ContextLayout, sc
     ]
     total = torch.cat([inside, *outside], dim=-1).logsumexp(-1, keepdim=True)
     return (inside - total).exp_().sum(dim=(0, 1))
-
-
-def _starts(layout: ContextLayout, step: int) -> range:
-    return range(layout.prefix_len, layout.chunks_end, step)

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from cocktail.answer import Answer, CacheStats, SpeculationStats
 from cocktail.answering import make_answer
 from cocktail.batch_decode import BatchDecoder, BatchMember
@@ -20,7 +18,7 @@ from cocktail.interrupts import check_interrupt
 from cocktail.job import Job
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import LoadedModel
-from cocktail.prefilled_context import PrefilledContext, SharedRead
+from cocktail.prefilled_context import PrefilledContext
 from cocktail.report import Recorder
 from cocktail.sampling import Sampler
 from cocktail.stopwatch import Stopwatch
@@ -111,7 +109,8 @@ class _Batch:
             reads = self._context.share(indices, self._pool)
         for index, read in zip(indices, reads, strict=True):
             mine = Stopwatch(watch.started, dict(watch.seconds))
-            logits = self._read(index, read, mine)
+            with mine.measure("prefill"):
+                logits = self._context.read_shared(index, read)
             asked = _Asked(index, read.stats, mine)
             member = self._member(index, read.cache, asked.count)
             self._asked[member] = asked
@@ -132,12 +131,6 @@ class _Batch:
         for member in list(self._asked):
             member.stream.interrupt()
             yield self._end(member)
-
-    def _read(self, index: int, read: SharedRead, watch: Stopwatch) -> torch.Tensor:
-        if read.logits is not None:
-            return read.logits
-        with watch.measure("prefill"):
-            return self._context.read_suffix(self._job.reading.suffixes[index], read.cache)
 
     def _member(self, index: int, cache: MixedKVCache, count: Callable[[], None]) -> BatchMember:
         config = self._config

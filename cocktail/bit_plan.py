@@ -37,19 +37,21 @@ class Widths:
 
     @classmethod
     def on_ladder(cls, height: float) -> Widths:
-        """Those of a height from 0, where nearly all is at 2 bits, to 4, where nothing is quantized.
+        """Those of a height from 0, where nearly all is at 2 bits, to `LADDER_HEIGHT`, where nothing is quantized.
 
-        At 0.5 they are `DEFAULT_WIDTHS` but for short documents: bits go to keys first, where 2 of them lose most.
+        Near 0.5 they are those of `DEFAULT_WIDTHS`, but for short documents. Bits go to keys first, where 2 of them
+        lose most.
         """
-        step = min(int(height), len(_LADDER) - 1)
+        step = min(int(height), LADDER_HEIGHT - 1)
         share = height - step
         keys, values = _LADDER[step]
         return cls(keys, values, share, 0.6 * share if share <= 0.5 else 1.4 * share - 0.4)
 
 
 _LADDER = (((2, 4), (2, 3)), ((4, 8), (3, 4)), ((8, FULL), (4, 8)), ((FULL, FULL), (8, FULL)))
+LADDER_HEIGHT = len(_LADDER)
 # A short document takes little, and more of it matters: a thousand tokens have the more bits.
-DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.5, 0.3, least=8)
+DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.52, 0.3, least=8)
 LOW_WIDTHS = Widths((2, 4), (2, 3), 0.0, 0.0)
 
 

@@ -178,10 +178,11 @@ class BlockPool:
         except BaseException:
             self._free_unread(layer)
             raise
-        blocks = self._lent[cache][index] = [layer.blocks[unit] for unit in units]
-        for block in blocks:
-            block.references += 1
-        return _table(layer, blocks)
+        # One by one, so that after an interrupt what was counted is what is given back.
+        for unit in units:
+            self._lent[cache][index].append(layer.blocks[unit])
+            layer.blocks[unit].references += 1
+        return _table(layer, self._lent[cache][index])
 
     def take_back(self, cache: MixedKVCache) -> None:
         """Ends what was lent to a cache, which has no context then; blocks that no other reads are freed."""
@@ -203,12 +204,14 @@ class BlockPool:
         return sum(len(chunks) for layer in self._layers for chunks, _ in layer.blocks)
 
     def _make_all(self, lent: Sequence[tuple[MixedKVCache, BitPlan]], source: ContextSource) -> None:
+        if not lent:
+            return
         for index, window in enumerate(self._geometry.windows):
             if window is not None:
                 context = source.layer(index)
                 for cache, plan in lent:
                     cache.seal(index, context, plan)
-            elif lent:
+            else:
                 units = [unit for _, plan in lent for unit in _units(*plan.layer(index), plan.span)]
                 # What is done to a context before does not depend on the question.
                 self._make_missing(self._layers[index], index, partial(source.layer, index), units, lent[0][1])

@@ -30,6 +30,9 @@ class KvBudget:
     nbytes: int | None = None
     share: float | None = None
 
+    def __str__(self) -> str:
+        return f"{self.nbytes}B" if self.share is None else f"{100 * self.share:g}%"
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

@@ -30,6 +30,7 @@ from cocktail.prompt import Prompt, build_follow_up, filler
 from cocktail.reading import Reader, Reading
 from cocktail.ready_kernels import ready_job_kernels
 from cocktail.report import Recorder, Reporter
+from cocktail.sensitivity import dealt_to_layers, known_sensitivity
 from cocktail.stopwatch import Stopwatch
 
 # Set aside for a question, in characters.
@@ -251,6 +252,8 @@ class Conversation:
 
         widths = job.plans[0].widths or DEFAULT_WIDTHS
         wanted = plan_bits(job.residency.kv_policy, scores, config.alpha, config.beta, job.layout, widths)
+        sensitivity = known_sensitivity(job.reading.folder.path, job.geometry.num_layers)
+        wanted = dealt_to_layers(wanted, sensitivity, job.geometry)
         plan = within(wanted, scores, fits)
         if plan is not wanted:
             lowered = len(wanted.unquantized) - len(plan.unquantized)

@@ -25,6 +25,7 @@ from cocktail.outlook import Outlook
 from cocktail.planner import Lengths, draft_lengths
 from cocktail.reading import Reading
 from cocktail.report import Reporter
+from cocktail.sensitivity import known_sensitivity
 
 # Left free when the budget is `auto`.
 AUTO_MARGIN = 0.05
@@ -157,6 +158,7 @@ def plan_job(
             # An accelerator's is kept in host memory.
             keeps_context=several and budget_bytes is None,
             draft_config=None if draft_model is None else draft_model.hf_config,
+            sensitivity=known_sensitivity(reading.folder.path, reading.hf_config.num_hidden_layers),
         )
         speed = UNKNOWN_SPEED if budget_bytes is None else speed_of(device, dtype, config)
         # A few of the model's layers are run for it.

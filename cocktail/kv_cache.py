@@ -74,6 +74,7 @@ class MixedKVCache(Cache):
         self.plan: BitPlan | None = None
         self._arena: SegmentArena | None = None
         self._sealed_by: BitPlan | None = None
+        self._rotation: torch.Tensor | None = None
         self._pass: ContextPass | TailPass | DeviceTailPass | None = None
 
     def _empty_layer(self, window: int | None) -> LayerKV:
@@ -221,7 +222,9 @@ class MixedKVCache(Cache):
         layer.segments, layer.pending = SegmentTable(), settle
 
     def _rotate(self, layer: LayerKV, plan: BitPlan) -> None:
-        layer.rotation = rotation(self.geometry.head_dim, self.dtype, self.device) if plan.rotates_values else None
+        if plan.rotates_values and self._rotation is None:
+            self._rotation = rotation(self.geometry.head_dim, self.dtype, self.device)
+        layer.rotation = self._rotation if plan.rotates_values else None
 
     def _own_segments(self, plan: BitPlan, layer_idx: int, context: LayerContext, bits: Bits) -> SegmentTable:
         arena = self._arena

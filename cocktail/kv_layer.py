@@ -34,7 +34,10 @@ class LayerKV:
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """Values or outputs, [..., head_dim], rotated or rotated back; themselves without a rotation."""
-        return x if self.rotation is None else x @ self.rotation
+        if self.rotation is None:
+            return x
+        # One product for all heads: that of a single row differs with where in memory it lies.
+        return (x.reshape(-1, x.shape[-1]) @ self.rotation).view(x.shape)
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import DEFAULT_WIDTHS, LABELS, NOTES, BitPlan, Widths, plan_bits
+from cocktail.bit_plan import DEFAULT_WIDTHS, LABELS, LADDER_HEIGHT, NOTES, BitPlan, Widths, plan_bits
 from cocktail.config import Config, KvBudget
 from cocktail.context import bytes_by_key_bits
 from cocktail.errors import UsageError
@@ -29,9 +29,10 @@ from cocktail.offload.residency import (
 from cocktail.offload.speed import DeviceSpeed
 from cocktail.planner import Lengths, Planner
 from cocktail.report import Reporter
+from cocktail.sensitivity import Sensitivity, dealt_to_layers
 
-# Steps of `Widths.on_ladder`, and heights that are looked at between two of them.
-_LADDER_STEPS, _HEIGHTS = 4, 50
+# Heights of `Widths.on_ladder` that are looked at for each of its steps.
+_HEIGHTS = 50
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ class Outlook:
         has_budget: bool = True,
         keeps_context: bool = False,
         draft_config: Any = None,
+        sensitivity: Sensitivity | None = None,
     ) -> None:
         @cache
         def bits(policy: str) -> tuple[BitPlan, ...]:
-            return tuple(
-                plan_bits(policy, row, config.alpha, config.beta, lengths.layout, self._widths) for row in scores
-            )
+            plans = (plan_bits(policy, row, config.alpha, config.beta, lengths.layout, self._widths) for row in scores)
+            return tuple(dealt_to_layers(plan, sensitivity, self.geometry) for plan in plans)
 
         self.lengths, self.bits, self._itemsize = lengths, bits, dtype.itemsize
         self.planner = Planner(
@@ -234,11 +235,15 @@ class Outlook:
             plan = plan_bits("cocktail", flat, 0.0, 0.0, layout, Widths.on_ladder(height))
             return sum(bytes_by_key_bits(self.geometry, layout, plan, self._itemsize).values())
 
-        full = 2 * self.geometry.values_per_token * layout.num_chunks * layout.chunk_size
+        values = self.geometry.values_per_token * (self.geometry.num_layers - self.windowed) // self.geometry.num_layers
+        full = 2 * values * layout.num_chunks * layout.chunk_size
         most = budget.nbytes if budget.share is None else int(budget.share * full)
         assert most is not None
-        heights = [step / _HEIGHTS for step in range(_LADDER_STEPS * _HEIGHTS + 1)]
+        heights = [step / _HEIGHTS for step in range(LADDER_HEIGHT * _HEIGHTS + 1)]
         found = bisect_right(heights, most, key=taken)
+        if not found and budget.share is not None:
+            # Of a short document the first chunk alone is a large share, and takes little.
+            return Widths.on_ladder(0.0)
         if not found:
             least = taken(0.0)
             raise UsageError(

@@ -12,6 +12,7 @@ from cocktail.outlook import KvBytes, Outlook, WhatIf
 from cocktail.plan_material import PlannedDocument, PlanRequest, gather
 from cocktail.plan_target import Target, named_card, this_machine
 from cocktail.report import Reporter
+from cocktail.sensitivity import known_sensitivity
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def report_plan(request: PlanRequest, config: Config, reporter: Reporter) -> Pla
             on_card=target.on_card,
             has_budget=has_budget,
             draft_config=material.draft_model.hf_config if material.draft_model and material.lengths.drafted else None,
+            sensitivity=known_sensitivity(material.folder.path, material.hf_config.num_hidden_layers),
         )
         plan = None
         if target.budget_bytes is not None or not request.what_if:

@@ -30,7 +30,8 @@ from cocktail.offload.residency import DraftModelNeeds, KvChoice, Workload, smal
 from cocktail.sampling import DRAW_BYTES
 
 # What the KV cache is held at, best first, where nothing fits at the precision asked for. A baseline that is held
-# otherwise is none: of those only KIVI has a lower form. With a --kv-budget of its own "cocktail" has none either.
+# otherwise is none: of those only KIVI has a lower form. "cocktail-low" is far below what a large
+# --kv-budget asks for.
 LOWER_KV = {
     "fp16": ("int8", "int4", "int2"),
     "int8": ("int4", "int2"),

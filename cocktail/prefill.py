@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cocktail.attention import forward_logits
+from cocktail.attention_mass import MASS_ROWS
 from cocktail.bit_plan import BitPlan
 from cocktail.context import LayerContext
 from cocktail.kv_cache import MixedKVCache
@@ -130,7 +131,7 @@ def prefill(
     context = cache.new_context()
     rows = _home_of_rows(offload, hidden_on_host)
 
-    def run_layer(index: int, run: Callable[[int, int], None]) -> None:
+    def run_layer(index: int, run: Callable[..., None]) -> None:
         nonlocal context
         if stored is not None and index > 0 and stored.shares(context):
             context = cache.new_context()
@@ -144,6 +145,8 @@ def prefill(
         if stored is not None:
             stored.append(context)
         cache.seal(index, context, plan)
+        if suffix_len > segment_tokens:
+            _attend_with_last_rows(cache, index, run, context_len - known, suffix_len)
         for start, stop in cut(suffix_len, segment_tokens):
             positions = torch.arange(context_len + start, context_len + stop, device=device)
             cache.begin_tail(start, causal_rows(start, stop - start, device), positions)
@@ -191,7 +194,9 @@ def extend(
         seen = causal_rows(first + start, stop - start, cache.device) if rows > 1 else None
         cache.begin_tail(first + start, seen, positions(start, stop, cache.device))
 
-    def run_layer(index: int, run: Callable[[int, int], None]) -> None:
+    def run_layer(index: int, run: Callable[..., None]) -> None:
+        if rows > segment_tokens:
+            _attend_with_last_rows(cache, index, run, 0, rows)
         for start, stop in spans(rows, segment_tokens):
             begin(start, stop)
             run(start, stop)
@@ -204,6 +209,27 @@ def extend(
         logits = forward_logits(model, ids, positions(0, rows, ids.device), cache, logits_to_keep=1)
     cache.commit(range(first, first + rows))
     return logits[-1]
+
+
+def _attend_with_last_rows(cache: MixedKVCache, index: int, run: Callable[..., None], first: int, rows: int) -> None:
+    """Lets the last rows of a suffix be the first that attend to a layer, if that deals out its bits.
+
+    They are run again in their turn, and the slots that they take now are written to then.
+
+    Args:
+        cache: its tail is empty.
+        index: of the layer.
+        run: runs rows of the pass.
+        first: row of the pass that the suffix begins with.
+        rows: of the suffix.
+    """
+    if cache.kv_layers[index].pending is None:
+        return
+    start = rows - min(rows, MASS_ROWS)
+    length = cache.layout.context_len
+    positions = torch.arange(length + start, length + rows, device=cache.device)
+    cache.begin_tail(0, causal_rows(0, rows - start, cache.device), positions)
+    run(first + start, first + rows, keep=False)
 
 
 class DeviceRows:
@@ -262,13 +288,13 @@ def _home_of_rows(offload: Offload | None, hidden_on_host: bool) -> DeviceRows:
 
 @contextmanager
 def layer_major(
-    model: PreTrainedModel, run_layer: Callable[[int, Callable[[int, int], None]], None], rows: DeviceRows
+    model: PreTrainedModel, run_layer: Callable[[int, Callable[..., None]], None], rows: DeviceRows
 ) -> Iterator[None]:
     """Wraps every decoder layer so that one forward pass hands each layer to `run_layer`.
 
     `run_layer(index, run)` calls `run(start, stop)` for every span of token rows in the order it wants; the
-    hidden states of a span are replaced in place. The last layer returns its last row only, so that final
-    norm and head see one position.
+    hidden states of a span are replaced in place, unless `keep` is False. The last layer returns its last row only,
+    so that final norm and head see one position.
     """
     layers: Sequence[torch.nn.Module] = model.get_decoder().layers
     originals = [layer.forward for layer in layers]
@@ -278,13 +304,14 @@ def layer_major(
         def forward_in_spans(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             total = hidden_states.shape[1]
 
-            def run(start: int, stop: int) -> None:
+            def run(start: int, stop: int, keep: bool = True) -> None:
                 def cut(value: Any) -> Any:
                     return _rows(value, start, stop, total, rows.take)
 
                 output = forward(cut(hidden_states), *map(cut, args), **{key: cut(kwargs[key]) for key in kwargs})
                 returns_tuple.append(isinstance(output, tuple))
-                rows.put(hidden_states[:, start:stop], output[0] if returns_tuple[-1] else output)
+                if keep:
+                    rows.put(hidden_states[:, start:stop], output[0] if returns_tuple[-1] else output)
 
             returns_tuple: list[bool] = []
             with rows.in_layer():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +25,6 @@ from cocktail.offload.accelerator import wait_for
 from cocktail.offloaded_model import free_host_bytes
 from cocktail.prefill import ContextSink, StoredContext, extend, prefill
 from cocktail.report import Reporter
-from cocktail.sensitivity import Sensitivity, dealt_to_layers, known_sensitivity
 from cocktail.stopwatch import Stopwatch
 
 
@@ -69,16 +67,6 @@ class PrefilledContext:
         with watch.measure("prefill"):
             return self.read_after(self._job.reading.suffixes[index], self._job.plans[index])
 
-    @cached_property
-    def _sensitivity(self) -> Sensitivity | None:
-        return known_sensitivity(self._loaded.folder.path, self._job.geometry.num_layers)
-
-    def _for_layers(self, plan: BitPlan) -> BitPlan:
-        """A question's plan with more bits for the layers that need them; it takes the same bytes."""
-        if plan.movable is None or self._sensitivity is None:
-            return plan
-        return dealt_to_layers(plan, self._sensitivity, self._job.geometry)
-
     def read_after(
         self, ids: Sequence[int], plan: BitPlan, history: History | None = None
     ) -> tuple[MixedKVCache, torch.Tensor]:
@@ -92,7 +80,6 @@ class PrefilledContext:
             plan: bits of the document's chunks.
             history: None if there is none.
         """
-        plan = self._for_layers(plan)
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
@@ -121,7 +108,7 @@ class PrefilledContext:
             indices: of the questions, at least one.
             pool: of this document.
         """
-        job, plans = self._job, [self._for_layers(self._job.plans[index]) for index in indices]
+        job, plans = self._job, [self._job.plans[index] for index in indices]
         if self.source is None:
             self.source = self._kept.find()
         if self.source is not None:
@@ -158,14 +145,19 @@ class PrefilledContext:
             pool.lend(caches, self.source, plans)
         try:
             for index, cache, plan in list(zip(indices, caches, plans, strict=True))[len(reads) :]:
-                suffix = self._job.reading.suffixes[index]
-                logits = None if plan.movable is None else self.read_suffix(suffix, cache)
-                reads.append(SharedRead(cache, self._stats_again(), logits))
+                read = SharedRead(cache, self._stats_again())
+                reads.append(read if plan.movable is None else replace(read, logits=self.read_shared(index, read)))
         except BaseException:
             for cache in caches:
                 pool.take_back(cache)
             raise
         return reads
+
+    def read_shared(self, index: int, read: SharedRead) -> torch.Tensor:
+        """The last logits of a question that `share` gave a cache, [vocab_size]; it is read if it was not yet."""
+        if read.logits is not None:
+            return read.logits
+        return self.read_suffix(self._job.reading.suffixes[index], read.cache)
 
     def read_suffix(self, ids: Sequence[int], cache: MixedKVCache) -> torch.Tensor:
         """Runs what comes after the context; the last logits, [vocab_size]."""
@@ -220,6 +212,7 @@ class PrefilledContext:
         self._keeping = keeping = self._kept.keeping()
         # What is kept for other questions is as it would be read from disk.
         sinks: list[ContextSink] = [keeping] if stored is None else [keeping, stored]
+        cache: MixedKVCache | None = None
         try:
             with self._reporter.stage("prefill", job.geometry.num_layers, "layers") as advance, loaded.active():
                 context_ids, suffix_ids = self._on_home(job.context_ids), self._on_home(ids)
@@ -241,6 +234,8 @@ class PrefilledContext:
         except BaseException:
             # The run may go on and prefill again.
             keeping.close()
+            if cache is not None:
+                cache.use_segments()
             raise
         keeping.finish()
         self.source = stored
@@ -256,8 +251,14 @@ class PrefilledContext:
             source = FollowedContext(source, history)
         with self._loaded.active():
             cache = self._empty_cache(layout)
-            cache.seal_all(source, plan)
-        return cache, self.read_suffix(ids, cache)
+        try:
+            with self._loaded.active():
+                cache.seal_all(source, plan)
+            return cache, self.read_suffix(ids, cache)
+        except BaseException:
+            # Layers that wait for rows hold the source and the cache itself.
+            cache.use_segments()
+            raise
 
     def _on_home(self, ids: Sequence[int]) -> torch.Tensor:
         """Tokens where the hidden states are."""

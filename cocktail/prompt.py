@@ -72,12 +72,10 @@ class Prompt:
             tokenizer: the tokenizer that the prompt was built with.
             question: the question.
             system: the user's own instructions; None or empty for none.
-            passages: passages of the document to repeat before the question, which then stands before them as well.
+            passages: passages of the document to repeat before the question.
         """
-        # A model reads from left to right: passages that follow the question are read with it in mind.
-        asked_first = [f"Question: {question}", *passages]
         filled = {
-            _PASSAGES: RESTATED + "\n\n".join(asked_first) if passages else "",
+            _PASSAGES: RESTATED + "\n\n".join(passages) if passages else "",
             _SYSTEM: f"\n\n{system}" if system else "",
             _QUESTION: f" {question}",
         }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 
-@lru_cache
 def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The normalized Hadamard matrix that values are multiplied by before they are quantized, [head_dim, head_dim].
 
@@ -15,9 +15,13 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
     rotates values in the weights; here they are rotated in the cache, and attention's output is rotated back). The
     matrix is symmetric and its own inverse. Its blocks are of the largest power of two that divides `head_dim`.
     """
-    size = head_dim & -head_dim
-    block = torch.ones((1, 1), dtype=torch.float64)
-    while block.shape[0] < size:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    blocks = [block / size**0.5] * (head_dim // size)
-    return torch.block_diag(*blocks).to(device=device, dtype=dtype)
+    return torch.from_numpy(_matrix(head_dim)).to(device=device, dtype=dtype, copy=True)
+
+
+# Not a tensor: what a device holds is counted, and must not depend on what ran before.
+@lru_cache
+def _matrix(head_dim: int) -> np.ndarray:
+    size, block = head_dim & -head_dim, np.ones((1, 1))
+    while len(block) < size:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(head_dim // size), block / size**0.5)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,44 +22,41 @@ _LOG_RANGE = 6.0
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The relative squared change of the last hidden states when one layer alone has two-bit keys, or values.
+    """KL per token of the model's own answers when one layer alone has two-bit keys, or values: one number a layer.
 
-    Both have one positive number a layer.
+    `tests/bench/layer_sensitivity.py` measures it.
     """
 
     keys: tuple[float, ...]
     values: tuple[float, ...]
 
 
-def dealt_to_layers(plan: BitPlan, sensitivity: Sensitivity, geometry: KVGeometry) -> BitPlan:
-    """A plan that is the same in all layers, with more of its movable spans at more bits where a layer loses more.
+def dealt_to_layers(plan: BitPlan, sensitivity: Sensitivity | None, geometry: KVGeometry) -> BitPlan:
+    """A plan by attention with more of its movable spans at more bits in layers that lose more; any other as it is.
 
     All layers together have as many spans at each width as before. Layers with a sliding window, which are not
     quantized, do not count.
 
     Args:
-        plan: with a row for all layers; it has movable chunks.
-        sensitivity: the model's.
+        plan: with one row for all layers.
+        sensitivity: the model's, None if it is not known.
         geometry: the run's.
     """
-    assert plan.movable is not None
+    if plan.movable is None or sensitivity is None or not plan.movable.any():
+        return plan
     layers = [index for index, window in enumerate(geometry.windows) if window is None]
-    held = np.flatnonzero(plan.movable)[::SPAN]
+    spans = np.flatnonzero(plan.movable).reshape(-1, SPAN)
 
     def dealt(bits: np.ndarray, loss: Sequence[float]) -> np.ndarray:
-        rows = bits.repeat(geometry.num_layers, 0)
-        widths = np.sort(bits[0, held])[::-1]
-        high = int((widths > widths[-1:]).sum())
-        counts = shares(np.array([loss[index] for index in layers]), len(held), high * len(layers))
-        order = held[np.argsort(-bits[0, held], kind="stable")]
+        rows, held = bits.repeat(geometry.num_layers, 0), bits[0, spans[:, 0]]
+        more, fewer = held.max(), held.min()
+        counts = shares(np.array(loss)[layers], len(held), int((held > fewer).sum()) * len(layers))
+        order = spans[np.argsort(-held, kind="stable")]
         for index, count in zip(layers, counts.tolist(), strict=True):
-            for place, chunk in enumerate(order.tolist()):
-                rows[index, chunk : chunk + SPAN] = widths[0] if place < count else widths[-1]
+            rows[index, order[:count]], rows[index, order[count:]] = more, fewer
         rows.flags.writeable = False
         return rows
 
-    if not len(held):
-        return plan
     return replace(plan, k_bits=dealt(plan.k_bits, sensitivity.keys), v_bits=dealt(plan.v_bits, sensitivity.values))
 
 
@@ -90,9 +89,17 @@ def known_sensitivity(folder: Path, num_layers: int) -> Sensitivity | None:
         folder: the model's.
         num_layers: of the model.
     """
-    text = files("cocktail").joinpath("sensitivity.json").read_text(encoding="utf-8")
-    found = json.loads(text).get(read_manifest(folder).get("wheel_sha256"))
+    found = _shipped().get(read_manifest(folder).get("wheel_sha256"))
     if found is None:
         return None
     measured = Sensitivity(tuple(found["keys"]), tuple(found["values"]))
     return measured if len(measured.keys) == len(measured.values) == num_layers else None
+
+
+@cache
+def _shipped() -> dict[str | None, Any]:
+    """By the SHA-256 of the wheel that holds the model."""
+    found: dict[str | None, Any] = json.loads(
+        files("cocktail").joinpath("sensitivity.json").read_text(encoding="utf-8")
+    )
+    return found

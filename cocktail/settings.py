@@ -267,6 +267,10 @@ def _select_rule(items: dict[str, Setting]) -> None:
                 f"{flag_name(key)} has no meaning with --kv {policy.value}{source}, which has no thresholds.",
                 f"Leave out {flag_name(key)}, or choose --kv cocktail-paper.",
             )
+    budget = items["kv_budget"]
+    if items["kv"].value != "cocktail" and budget.origin != flag_name("kv_budget"):
+        # A file's or a variable's is for the policy that has one.
+        items["kv_budget"] = Setting("kv_budget", None, DEFAULT_ORIGIN)
 
 
 def _select_draft(items: dict[str, Setting]) -> None:

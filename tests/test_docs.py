@@ -19,7 +19,8 @@ DOCS = ROOT / "docs"
 HANDBOOK = ROOT / "examples" / "handbook.pdf"
 CHAPTERS = sorted((DOCS / "handbook").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *CHAPTERS]
-OTHER_PROGRAMS = {"--extra-index-url", "--help"}
+# Of pip, and of the scripts in tests/bench.
+OTHER_PROGRAMS = {"--extra-index-url", "--help", "--half", "--no-moved", "--scorers", "--sets"}
 
 
 def load(name: str) -> ModuleType:

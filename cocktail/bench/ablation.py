@@ -27,5 +27,6 @@ class UnorderedContext(PrefilledContext):
     """A context whose caches hold the chunks in the document's order."""
 
     def _empty_cache(self, layout: ContextLayout) -> MixedKVCache:
-        job, loaded = self._job, self._loaded
-        return MixedKVCache(job.geometry, layout, job.tail_capacity, loaded.dtype, loaded.device, reorder=False)
+        cache = super()._empty_cache(layout)
+        cache.reorder = False
+        return cache

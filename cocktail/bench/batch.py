@@ -197,7 +197,7 @@ def _together(setup: _Setup, width: int, drafting: bool) -> tuple[list[list[int]
         indices = range(first, min(first + width, len(QUESTIONS)))
         members = []
         for index, read in zip(indices, setup.context.share(indices, pool), strict=True):
-            logits = setup.context.read_suffix(job.reading.suffixes[index], read.cache)
+            logits = setup.context.read_shared(index, read)
             stream = GenerationStream(
                 setup.loaded.tokenizer,
                 eos_token_ids=(),

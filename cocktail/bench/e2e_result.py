@@ -98,10 +98,10 @@ class E2eResult:
             "variant": row.name,
             "status": "failed" if row.reason else "measured" if row.ttft else "not run",
             "reason": row.reason,
-            "ttft": _spread_json(row.ttft),
+            "ttft": Spread.of(row.ttft).to_json() if row.ttft else None,
             "of_cold": self._ratio(row, COLD),
             "of_llama": self._ratio(row, LLAMA_NEXT),
-            "tpot": _spread_json(row.tpot),
+            "tpot": Spread.of(row.tpot).to_json() if row.tpot else None,
             **{name: Spread.of(row.stages[name]).median if row.stages[name] else None for name in _STAGES},
             "same_answer": len(texts) == 1 if row.texts else None,
         }
@@ -111,10 +111,3 @@ class E2eResult:
         if base is None or not row.ttft:
             return None
         return Spread.of(row.ttft).median / Spread.of(base.ttft).median
-
-
-def _spread_json(samples: list[float]) -> dict[str, Any] | None:
-    if not samples:
-        return None
-    spread = Spread.of(samples)
-    return {"median": spread.median, "min": spread.low, "max": spread.high, "samples": spread.count}

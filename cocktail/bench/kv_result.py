@@ -160,7 +160,4 @@ def _inverse(ratio: float | None) -> float | None:
 
 
 def _spread_json(spread: Spread | None, setting: str | None) -> dict[str, Any] | None:
-    if spread is None:
-        return None
-    body = {"median": spread.median, "min": spread.low, "max": spread.high}
-    return {**body, "samples": spread.count, "setting": setting}
+    return None if spread is None else {**spread.to_json(), "setting": setting}

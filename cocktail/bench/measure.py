@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import psutil
 import torch
@@ -29,6 +30,9 @@ class Spread:
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         return cls(statistics.median(samples), min(samples), max(samples), len(samples))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median": self.median, "min": self.low, "max": self.high, "samples": self.count}
 
 
 class PeakMemory:

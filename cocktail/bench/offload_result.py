@@ -73,7 +73,7 @@ class Case:
             "status": "failed" if row.reason else "measured" if row.runs else "not run",
             "reason": row.reason,
             "copied_bytes": row.copied_bytes,
-            "tpot": own and {"median": own.median, "min": own.low, "max": own.high, "samples": own.count},
+            "tpot": own and own.to_json(),
             "stream_ratio": own.median / base if own and base else None,
             "link_share": link / own.median if own and link else None,
             "bound_share": max(bounds) / own.median if own and len(bounds) == 2 else None,

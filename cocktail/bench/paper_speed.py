@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cocktail.bench.answer_runs import AnswerRuns
 from cocktail.bench.batch import DEFAULT_WIDTHS, BatchBenchmark, bench_batch
 from cocktail.bench.kv import KvBenchmark, bench_kv
+from cocktail.bench.measure import Spread
 from cocktail.bench.paper_answers import Measured
 from cocktail.bench.paper_experiments import PAPER_POLICY, PaperBenchmark
 from cocktail.bench.quality_data import read_questions
@@ -169,10 +169,7 @@ def _rate(records: Sequence[Record], policy: str, width: int) -> Record:
 
 
 def _spread(samples: Sequence[float]) -> Record | None:
-    if not samples:
-        return None
-    ends = {"min": min(samples), "max": max(samples), "samples": len(samples)}
-    return {"median": statistics.median(samples), **ends}
+    return Spread.of(samples).to_json() if samples else None
 
 
 def _less(value: float | None, base: float | None) -> float | None:

@@ -18,7 +18,7 @@ from cocktail.report import Reporter
 from cocktail.stopwatch import Stopwatch
 
 DEFAULT_TOKENS = 6000
-_WARM_UP_TOKENS = 1024
+_WARM_UP_TOKENS = 1536
 _WARM_UP_GENERATED = 4
 
 

@@ -11,6 +11,7 @@ from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options
 from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.cli.output import Output, aligned, json_line
+from cocktail.config import KvBudget
 from cocktail.errors import UsageError
 from cocktail.settings import resolve, user_file
 
@@ -42,7 +43,7 @@ def path(debug: options.Debug = False) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | KvBudget) else value
 
 
 def _shown(value: Any) -> str:

@@ -62,6 +62,7 @@ def test_config_show_names_value_and_origin(cocktail: Run, monkeypatch: pytest.M
     Path("cocktail.toml").write_text('model = "qwen3-8b"\nstop = ["a", "b"]\n')
     monkeypatch.setenv("COCKTAIL_OFFLINE", "yes")
     monkeypatch.setenv("COCKTAIL_CACHE_DIR", "/c")
+    monkeypatch.setenv("COCKTAIL_KV_BUDGET", "25%")
     rows = [line.split("  ") for line in cocktail("config", "show").out.splitlines()]
     table = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
     assert table["model"] == ["qwen3-8b", "cocktail.toml"]
@@ -70,6 +71,7 @@ def test_config_show_names_value_and_origin(cocktail: Run, monkeypatch: pytest.M
     assert table["vram"] == ["-", "default"]
     settings = json.loads(cocktail("config", "show", "--json").out)["settings"]
     assert settings["cache_dir"] == {"value": "/c", "origin": "COCKTAIL_CACHE_DIR"}
+    assert settings["kv_budget"] == {"value": "25%", "origin": "COCKTAIL_KV_BUDGET"}
 
 
 def test_config_show_refuses_what_a_run_would_refuse(cocktail: Run) -> None:

@@ -163,7 +163,7 @@ def test_json_has_the_contract_s_keys_and_every_part(
     assert len(plan["streamed_layers"]) == plan["offloaded_layers"]
     assert sum(plan["parts"].values()) == plan["estimated_peak_bytes"] <= 8 * 10**9
     assert sum(kv["bytes_by_precision"].values()) == kv["bytes"] == plan["parts"]["kv_cache"]
-    assert kv["chunks"]["int4"] > 0 == kv["chunks"]["int2"]
+    assert min(kv["chunks"]["int4"], kv["chunks"]["int2"]) > 0
     assert body["device"]["rates"] == "measured"
     assert body["warnings"] == []
 
@@ -424,3 +424,35 @@ def test_complaint_24_every_length_is_planned_or_refused(
     assert [row["fits"] for row in body["what_if"]] == sorted(row["fits"] for row in body["what_if"])
     assert not body["what_if"][0]["fits"]
     assert body["what_if"][-1]["fits"]
+
+
+@pytest.mark.parametrize("budget", ["16%", "50%", "400MB"])
+def test_a_kv_budget_is_what_the_document_s_chunks_may_take(
+    planned: Callable[..., dict[str, Any]], folder: Callable[[str], str], budget: str
+) -> None:
+    run = ("--tokens", "32000", "-m", folder("qwen2.5-7b"), "--vram", "24GB", "--draft", "off")
+    kv = planned(*run, "--kv-budget", budget)["kv"]
+    taken = sum(size for label, size in kv["bytes_by_precision"].items() if label != "outside_chunks")
+    # 28 layers of 4 heads of 128 channels, in 16 bits.
+    allowed = 400_000_000 if budget == "400MB" else 2 * 2 * 28 * 4 * 128 * 32_000 * int(budget[:-1]) // 100
+    # What is left unused is less than a step.
+    assert 0.95 * allowed < taken <= allowed
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (("--kv-budget", "1kB"), "--kv-budget is"),
+        (("--kv-budget", "0%"), "0%"),
+        (("--kv-budget", "lots"), "lots"),
+        (("--kv-budget", "25%", "--kv", "int4"), "no meaning with --kv int4"),
+        (("--kv-budget", "25%", "--alpha", "0.5"), "no meaning with --kv cocktail-paper"),
+    ],
+)
+def test_a_kv_budget_that_cannot_be_is_a_usage_error(
+    cocktail: Run, folder: Callable[[str], str], document: str, options: tuple[str, ...], wrong: str
+) -> None:
+    code, out, err = cocktail("plan", document, "-m", folder("tiny"), *options)
+    assert (code, out) == (2, "")
+    assert wrong in err
+    assert "hint: " in err

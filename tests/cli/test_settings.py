@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cocktail.config import Config
+from cocktail.config import Config, KvBudget
 from cocktail.errors import UsageError
 from cocktail.settings import PARSERS, as_utf8, resolve, user_file
 from cocktail.sizes import parse_size
@@ -60,6 +60,17 @@ def test_parse_size_refuses_what_is_no_budget(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
     assert "8GiB" in str(caught.value.hint)
+
+
+def test_a_kv_budget_of_a_variable_is_for_the_policy_that_has_one() -> None:
+    environ = {"COCKTAIL_KV_BUDGET": "25%"}
+    assert resolve({}, environ).config().kv_budget == KvBudget(share=0.25)
+    for flags in ({"kv": "int4"}, {"alpha": 0.5}):
+        assert resolve(flags, environ).config().kv_budget is None
+    assert str(resolve({"kv_budget": "7.5%"}, environ).items["kv_budget"].value) == "7.5%"
+    assert resolve({"kv_budget": "200MB"}, {}).config().kv_budget == KvBudget(nbytes=200_000_000)
+    with pytest.raises(UsageError):
+        resolve({"kv": "int4", "kv_budget": "25%"}, {}).config()
 
 
 @pytest.mark.parametrize("text", ["fast", "0GB/s", "25GB/m", "25GB/s/s", "/s", "9" * 40])

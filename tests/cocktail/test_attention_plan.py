@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from cocktail import attention_mass
 from cocktail.attention_mass import MASS_ROWS, chunk_mass
@@ -15,8 +21,9 @@ from cocktail.bit_plan import DEFAULT_WIDTHS, EVIDENCE_SHARE, FULL, SPAN, BitPla
 from cocktail.block_pool import BlockPool, shared_bytes
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, planned_bytes
 from cocktail.kv_cache import MixedKVCache
-from cocktail.prefill import StoredContext
+from cocktail.prefill import StoredContext, extend, prefill
 from cocktail.rotation import rotation
+from cocktail.sensitivity import Sensitivity, dealt_to_layers, known_sensitivity, shares
 from tests.cocktail.sealed_cache import sealed_cache
 from tests.kernels.dense_reference import gentle_query, outlier_keys
 
@@ -100,7 +107,8 @@ def test_the_ladder_of_budgets_has_no_gap_and_passes_the_default() -> None:
         sizes.append(planned_bytes(geometry, layout, plan, 0, 2))
     assert sizes == sorted(sizes)
     assert max(np.diff(sizes)) < 0.06 * sizes[-1]
-    assert replace(Widths.on_ladder(0.5), least=DEFAULT_WIDTHS.least) == DEFAULT_WIDTHS
+    near = planned_bytes(geometry, layout, plan_bits("cocktail", scores, 0.6, 0.1, layout), 0, 2)
+    assert sizes[10] <= near <= sizes[11]
     assert sizes[-1] == 2 * 2 * 2 * 64 * 3200
     low = plan_bits("cocktail-low", scores, 0.6, 0.1, layout)
     assert planned_bytes(geometry, layout, low, 0, 2) == sizes[0] < 0.16 * sizes[-1]
@@ -136,7 +144,7 @@ def test_the_rotation_is_orthogonal_and_its_own_inverse(head_dim: int) -> None:
 @pytest.mark.parametrize("layout", [LAYOUT, ContextLayout(0, 3, 32, 0), ContextLayout(4, 0, 8, 5)])
 def test_chunk_mass_is_what_softmax_gives(layout: ContextLayout, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several tiles, the last of them shorter.
-    monkeypatch.setattr(attention_mass, "attention_tile_tokens", lambda rows, heads: 70)
+    monkeypatch.setattr(attention_mass, "TILE_TOKENS", 70)
     generator = torch.Generator().manual_seed(rows)
     key = torch.randn((2, layout.context_len, 16), generator=generator)
     query = 3 * torch.randn((6, rows, 16), generator=generator)
@@ -253,3 +261,59 @@ def test_planned_bytes_of_spans_are_held_bytes() -> None:
         layout, geometry = ContextLayout(5, chunks, 32, 7), KVGeometry(3, 64, (None, None))
         cache = sealed_cache(geometry, layout, default_plan(chunks), torch.float16).cache
         assert planned_bytes(geometry, layout, default_plan(chunks), 48, 2) == cache.nbytes
+
+
+def test_the_last_rows_decide_however_long_a_segment_is(make_model: Callable[..., PreTrainedModel]) -> None:
+    model, layout, suffix = make_model("llama", "cocktail"), ContextLayout.of(5, 700, 8), 150
+    ids = torch.randint(3, 384, (705 + suffix,), generator=torch.Generator().manual_seed(1))
+    plan, found = default_plan(layout.num_chunks), []
+    for segment in (1024, 64):
+        source = StoredContext()
+        for warm in (False, True):
+            cache = MixedKVCache(KVGeometry.from_config(model.config, 1000), layout, suffix + 4, torch.float32)
+            if warm:
+                cache.seal_all(source, plan)
+                logits = extend(model, cache, ids[705:], segment_tokens=segment)
+            else:
+                logits = prefill(model, cache, ids[:705], ids[705:], plan, stored=source, segment_tokens=segment)
+            assert cache.plan is not None
+            found.append((cache.plan, logits))
+    first, wanted = found[0]
+    for other, logits in found[1:]:
+        assert (other.k_bits == first.k_bits).all()
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_lose_more_have_more_and_all_together_as_much() -> None:
+    plan, geometry = default_plan(400), KVGeometry(2, 64, (None, 30, None, None))
+    losses = Sensitivity((1e-5, 1.0, 1e-3, 0.3), (0.2, 1.0, 1e-6, 1e-3))
+    dealt = dealt_to_layers(plan, losses, geometry)
+    layers = [0, 2, 3]
+    for new, old, low in ((dealt.k_bits, plan.k_bits, 2), (dealt.v_bits, plan.v_bits, 2)):
+        more = (new[layers] > low).sum(axis=1)
+        assert more.sum() == 3 * (old[0] > low).sum()
+        assert plan.movable is not None
+        assert (new[:, ~plan.movable] == old[:, ~plan.movable]).all()
+    keys, values = ((bits[layers] > 2).sum(axis=1).tolist() for bits in (dealt.k_bits, dealt.v_bits))
+    assert keys == sorted(keys)
+    assert values[0] > values[2] >= values[1]
+    layout = ContextLayout(5, 400, 32, 3)
+    assert planned_bytes(geometry, layout, dealt, 4, 2) == planned_bytes(geometry, layout, plan, 4, 2)
+    assert dealt_to_layers(plan, None, geometry) is plan
+
+
+@given(loss=st.lists(st.floats(1e-9, 10), min_size=1, max_size=40), most=st.integers(1, 50), share=st.floats(0, 1))
+def test_shares_sum_to_what_there_is(loss: list[float], most: int, share: float) -> None:
+    total = round(share * most * len(loss))
+    counts = shares(np.array(loss), most, total)
+    assert counts.sum() == total
+    assert (counts >= 0).all()
+    assert (counts <= most).all()
+    order = np.argsort(loss)
+    assert all(counts[b] >= counts[a] - 1 for a, b in pairwise(order))
+
+
+def test_the_shipped_sensitivity_is_of_the_default_model(smollm2_folder: Path, tmp_path: Path) -> None:
+    assert known_sensitivity(smollm2_folder, 30) is not None
+    assert known_sensitivity(smollm2_folder, 12) is None
+    assert known_sensitivity(tmp_path, 30) is None

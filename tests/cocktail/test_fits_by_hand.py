@@ -81,7 +81,7 @@ class Dimensions:
         values have them for 64 channels of a token, so half a bit more.
         """
         if policy.startswith("cocktail"):
-            return self.cocktail_bytes(document, *((0.5, 0.3) if policy == "cocktail" else (0.1, 0.1)))
+            return self.cocktail_bytes(document, *((0.52, 0.3) if policy == "cocktail" else (0.1, 0.1)))
         bits = BITS[policy]
         chunks = document // CHUNK
         quantized = (chunks - 1) * CHUNK

@@ -71,7 +71,7 @@ def pair(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
 
 
 @pytest.mark.parametrize("kv", ["cocktail", "cocktail-paper", "fp16", "int8"])
-@pytest.mark.parametrize("vram_bytes", [None, 10**9, 600_000, 450_000])
+@pytest.mark.parametrize("vram_bytes", [None, 10**9, 800_000, 650_000])
 def test_what_is_shown_is_what_a_run_follows(pair: Pair, vram_bytes: int | None, kv: str) -> None:
     config = Config(model=str(pair.folder), device="cpu", scorer="bm25", vram_bytes=vram_bytes, kv=kv, max_tokens=16)
     report, job = pair.shown(config), pair.followed(config)
