@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import NoReturn
 
-from cocktail.errors import DocumentError, EncryptedError
+from cocktail.errors import CocktailError, DocumentError, EncryptedError
+from cocktail.package import DAMAGE_HINT, MAX_STREAMED_BYTES, MAX_UNPACKED_BYTES, Package, damaged
 from cocktail.page import Page
 from cocktail.report import Reporter
 from cocktail.sniff import DAMAGED_ZIP, OFFICE_FORMATS, OLD_OFFICE
-from cocktail.zip_package import DAMAGE_HINT, ZipPackage
 
 _CONVERT = "Save it as {new} in the program that made it, or run `soffice --convert-to {new} FILE`, and ask that."
-_MAIN_PARTS = {"docx": "word/document.xml", "pptx": "ppt/presentation.xml", "xlsx": "xl/workbook.xml"}
 # (what the directory of an old Office file names, what a person calls it, what to save it as)
 _OLD_STREAMS = (
     ("WordDocument", "an old Word document (DOC)", "docx"),
@@ -51,39 +50,44 @@ def read_container(
     suffix = PurePath(path).suffix.lower().lstrip(".")
     if suffix in ("pdf", *OFFICE_FORMATS.values(), "doc", "xls", "ppt") and suffix != file_format:
         warn(f"{name} is named like a {suffix.upper()} file but is {kind}; read as that.")
+    most = MAX_STREAMED_BYTES if file_format == "xlsx" else MAX_UNPACKED_BYTES
     with reporter.stage("parse", unit="bytes") as advance:
-        package = ZipPackage(data, name, warn, advance)
-        pages = _read(package, file_format, kind, warn, advance)
+        package = Package(data, name, warn, advance, most)
+        try:
+            pages = _read(package, file_format, kind, warn)
+        except CocktailError:
+            raise
+        except MemoryError as error:
+            raise DocumentError(f"{name} takes more memory than there is.", "Split it into smaller files.") from error
+        except Exception as error:  # what a library raises of a damaged file may be anything
+            reason = package.damage or f"{type(error).__name__}: {error}"
+            raise damaged(f"{name}, {kind},", reason) from error
     if package.damage is not None and not any(page.text.strip() for page in pages):
-        raise DocumentError(f"{name}, {kind}, is damaged: {package.damage}.", DAMAGE_HINT)
+        raise damaged(f"{name}, {kind},", package.damage)
     return file_format, pages
 
 
-def _read(
-    package: ZipPackage, file_format: str, kind: str, warn: Callable[[str], None], advance: Callable[[int], None]
-) -> list[Page]:
-    """The pages of an office document or an e-book; each format is loaded only where it is needed."""
+def _read(package: Package, file_format: str, kind: str, warn: Callable[[str], None]) -> list[Page]:
+    """The pages of an office document or an e-book; each format's library is loaded only where it is needed."""
     if file_format == "epub":
         from cocktail.epub import read_epub
 
-        return read_epub(package, warn, advance)
+        return read_epub(package, warn)
     if file_format in ("odt", "odp", "ods"):
         from cocktail.odf import read_odf
 
         return read_odf(package, file_format, kind, warn)
-    found = (target for word, target in package.relations("").values() if word == "officeDocument")
-    main = package.require(next(found, _MAIN_PARTS[file_format]), kind)
     if file_format == "docx":
         from cocktail.docx import read_docx
 
-        return read_docx(package, main, warn)
+        return read_docx(package, warn)
     if file_format == "pptx":
         from cocktail.pptx import read_pptx
 
-        return read_pptx(package, main)
+        return read_pptx(package)
     from cocktail.xlsx import read_xlsx
 
-    return read_xlsx(package, main)
+    return read_xlsx(package)
 
 
 def _refuse_old(data: bytes, name: str) -> NoReturn:

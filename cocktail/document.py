@@ -30,6 +30,9 @@ PAGE_SEPARATOR = "\n\n"
 SUPPORTED = "Supported are PDF, DOCX, PPTX, XLSX, HTML, EPUB, ODT, ODP, ODS, Markdown, plain text and source code."
 # Under this share of real text a page is reported; good pages of real files lie above 0.97.
 MIN_QUALITY = 0.9
+_LIBRARIES = (
+    *("pypdfium2", "charset-normalizer", "lxml", "mammoth", "python-pptx", "openpyxl", "beautifulsoup4", "markdownify"),
+)
 # Raised when the same bytes give other text.
 _EXTRACTOR = 3
 
@@ -136,7 +139,7 @@ def extractor_version(ocr: bool) -> str:
     """What the text of the same bytes depends on; see `read_document` for `ocr`."""
     from cocktail.ocr import ocr_version
 
-    libraries = (f"{name} {version(name)}" for name in ("pypdfium2", "charset-normalizer", "selectolax"))
+    libraries = (f"{name} {version(name)}" for name in _LIBRARIES)
     return ", ".join((f"cocktail {_EXTRACTOR}", *libraries, (ocr_version() if ocr else None) or "no OCR"))
 
 
@@ -184,8 +187,8 @@ def _read_other(
         from cocktail.web_page import is_html, read_html
 
         if is_html(data, path):
-            with reporter.stage("parse", unit="bytes") as advance:
-                return "html", read_html(data, name, warn, advance)
+            with reporter.stage("parse", unit="bytes"):
+                return "html", read_html(data, name, warn)
     return _read_text(data, path, name, kind, warn)
 
 
@@ -206,9 +209,9 @@ def _read_text(
             parts.pop()
         file_format = text_format(path, text)
         if file_format == "markdown" and len(parts) == 1:
-            from cocktail.markdown_sections import read_sections
+            from cocktail.sections import read_markdown
 
-            return file_format, read_sections(text)
+            return file_format, read_markdown(text, name)
         return file_format, [Page(i, str(i), part, text_quality(part)) for i, part in enumerate(parts, start=1)]
     if path.lower().endswith(".pdf"):
         raise DocumentError(f"{name} is not a PDF: it is {kind or 'binary data without a PDF header'}.", SUPPORTED)

@@ -1,26 +1,37 @@
-"""Text of OpenDocument files: texts (ODT) part at headings, presentations (ODP) at slides, tables (ODS) at sheets."""
+"""OpenDocument files: texts (ODT) part at headings, presentations (ODP) at slides, tables (ODS) at sheets.
+
+lxml parses them; their elements become those of HTML, which has the same of nearly all that they have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 
-from cocktail.errors import EncryptedError
-from cocktail.flow import Flow
+from lxml import etree
+
+from cocktail.errors import DocumentError, EncryptedError
+from cocktail.office_xml import name_of, value_of
+from cocktail.package import DAMAGE_HINT, Package
 from cocktail.page import Page
-from cocktail.zip_package import ZipPackage
+from cocktail.sections import CELL_SEPARATOR, make_pages, markdown_parts
+from cocktail.web_page import parse_html, to_markdown
 
 UNITS = {"odt": "section", "odp": "slide", "ods": "sheet"}
-_NOT_SHOWN = frozenset(
-    "text:tracked-changes text:hidden-text text:hidden-paragraph text:ruby-text text:table-of-content-source "  # noqa: SIM905
-    "text:note-citation text:page-number text:bibliography-source office:forms".split()
+_HTML = {
+    **{"p": "p", "list": "ul", "list-item": "li", "table": "table", "table-row": "tr", "table-cell": "td"},
+    **{"covered-table-cell": "td", "frame": "div", "notes": "div", "page": "div"},
+}
+_NOT_SHOWN = (
+    *("tracked-changes", "hidden-text", "hidden-paragraph", "ruby-text", "table-of-content-source", "note-citation"),
+    *("page-number", "bibliography-source", "forms", "desc", "title"),
 )
+_NOTES = {"note": "Note", "annotation": "Comment"}
 # A row may say that its cell comes a million times.
 _MOST_REPEATS = 50
-_MOST_SPACES = 100
-_NOTES = {"text:note": "Note", "office:annotation": "Comment"}
 
 
-def read_odf(package: ZipPackage, file_format: str, kind: str, warn: Callable[[str], None]) -> list[Page]:
+def read_odf(package: Package, file_format: str, kind: str, warn: Callable[[str], None]) -> list[Page]:
     """The pages of an OpenDocument file.
 
     Args:
@@ -30,210 +41,102 @@ def read_odf(package: ZipPackage, file_format: str, kind: str, warn: Callable[[s
         warn: Told of hidden text, which is left out.
 
     Raises:
+        DocumentError: It is damaged.
         EncryptedError: A password is needed.
     """
-    manifest = _Manifest()
-    package.parse("META-INF/manifest.xml", manifest)
-    if manifest.is_encrypted:
+    name = package.name
+    manifest = package.tree("META-INF/manifest.xml")
+    if manifest is not None and next(manifest.iter("{*}encryption-data"), None) is not None:
         raise EncryptedError(
-            f"{package.name} is encrypted, and this version opens no encrypted OpenDocument file.",
+            f"{name} is encrypted, and this version opens no encrypted OpenDocument file.",
             "Save it without a password, then ask that.",
         )
-    package.require("content.xml", kind)
-    flow = Flow(UNITS[file_format], package.name)
-    styles = _HiddenStyles()
-    package.parse("styles.xml", styles)
-    package.parse("content.xml", styles)
-    body = _Body(flow, file_format, styles.names)
-    package.parse("content.xml", body)
-    body.close()
-    if file_format == "odt":
-        margins = Flow("section", package.name)
-        package.parse("styles.xml", _Margins(margins, styles.names))
-        lines = dict.fromkeys(line for page in margins.pages() for line in page.text.split("\n") if line.strip())
-        if lines:
-            flow.part("headers and footers")
-            for line in lines:
-                flow.text(line)
-                flow.end_block(tight=True)
-    if body.hidden_characters:
-        warn(f"{package.name}: {body.hidden_characters:,} characters of hidden text were left out.")
-    return flow.pages(keep_empty=file_format != "odt")
+    content, styles = package.tree("content.xml"), package.tree("styles.xml")
+    if content is None:
+        raise DocumentError(f"{name} is damaged: it looks like {kind}, but content.xml is missing.", DAMAGE_HINT)
+    hidden = sum(_prepare(root, _hidden_styles(content, styles)) for root in (content, styles) if root is not None)
+    if hidden:
+        warn(f"{name}: {hidden:,} characters of hidden text were left out.")
+    if file_format == "ods":
+        parts = [(value_of(sheet, "name") or "", "\n".join(_rows(sheet))) for sheet in content.iter("{*}table")]
+    elif file_format == "odp":
+        parts = list(_slides(content, name))
+    else:
+        parts = list(markdown_parts(_markdown(content, name)))
+        edges = [] if styles is None else [each for each in styles.iter("{*}header", "{*}footer", "{*}header-first")]
+        lines = dict.fromkeys(line for each in edges for line in _markdown(each, name).split("\n") if line.strip())
+        parts += [("headers and footers", "\n".join(lines))] if lines else []
+    return make_pages(parts, UNITS[file_format], name, keep_empty=file_format != "odt")
 
 
-class _Manifest:
-    """Whether the manifest lists encrypted members."""
-
-    def __init__(self) -> None:
-        self.is_encrypted = False
-
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        self.is_encrypted |= tag == "manifest:encryption-data"
-
-    def end(self, tag: str) -> None:
-        pass
-
-    def data(self, text: str) -> None:
-        pass
+def _hidden_styles(*roots: etree._Element | None) -> set[str]:
+    """The names of the styles whose text is not shown."""
+    marks = (mark for root in roots if root is not None for mark in root.iter("{*}text-properties"))
+    return {
+        value_of(style, "name") or ""
+        for mark in marks
+        if value_of(mark, "display") == "none" and (style := mark.getparent()) is not None
+    }
 
 
-class _HiddenStyles:
-    """The styles whose text is not shown."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._style = ""
-
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        if tag == "style:style":
-            self._style = attributes.get("style:name", "")
-        elif tag == "style:text-properties" and self._style and attributes.get("text:display") == "none":
-            self.names.add(self._style)
-
-    def end(self, tag: str) -> None:
-        if tag == "style:style":
-            self._style = ""
-
-    def data(self, text: str) -> None:
-        pass
-
-
-class _Body:
-    """Sends the text of `content.xml` to a flow."""
-
-    def __init__(self, flow: Flow, file_format: str, hidden: set[str]) -> None:
-        self.flow, self.hidden_characters = flow, 0
-        self._format, self._hidden_styles = file_format, hidden
-        self._skipped = self._hidden = self._slides = self._lists = 0
-        self._is_hidden: list[bool] = []
-        # For each paragraph that is open: the level of a heading or 0, and what a note within it interrupted.
-        self._levels: list[int] = []
-        self._interrupted: list[tuple[str, list[str]]] = []
-        self._notes: list[str] = []
-        self._repeats = 1
-        self._depth = 0
-
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        """Reads a tag."""
-        if self._skipped or tag in _NOT_SHOWN:
-            self._skipped += 1
-            return
-        if tag in ("text:p", "text:span", "text:h"):
-            hides = attributes.get("text:style-name", "") in self._hidden_styles
-            self._is_hidden.append(hides)
-            self._hidden += hides
-        if tag in ("text:p", "text:h"):
-            level = attributes.get("text:outline-level", "1")
-            self._levels.append((int(level) if level in "123456789" else 1) if tag == "text:h" else 0)
-        elif tag == "text:s":
-            count = attributes.get("text:c", "1")
-            self._add(" " * (min(int(count), _MOST_SPACES) if count.isascii() and count.isdigit() else 1))
-        elif tag == "text:tab":
-            self._add("\t")
-        elif tag == "text:line-break":
-            self._add("\n")
-        elif tag in _NOTES:
-            self._interrupted.append((self.flow.take(), self._notes))
-            self._notes = []
-        elif tag == "text:list":
-            self._lists += 1
-        elif tag == "draw:page":
-            self._slides += 1
-            name = attributes.get("draw:name", "")
-            self.flow.part(f"{self._slides}: {name}" if name and not name.startswith("page") else str(self._slides))
-        elif tag == "presentation:notes":
-            self.flow.text("Notes:")
-            self.flow.end_block()
-        else:
-            self._start_table_part(tag, attributes)
-
-    def end(self, tag: str) -> None:
-        """Ends an element."""
-        if self._skipped:
-            self._skipped -= 1
-            return
-        if tag in ("text:p", "text:h") and self._levels:
-            self._end_paragraph(self._levels.pop())
-        if tag in ("text:p", "text:span", "text:h") and self._is_hidden:
-            self._hidden -= self._is_hidden.pop()
-        elif tag in _NOTES and self._interrupted:
-            text = " ".join(self._notes)
-            before, self._notes = self._interrupted.pop()
-            self.flow.text(before)
-            if text:
-                self.flow.text(f" [{_NOTES[tag]}: {text}] ")
-        elif tag == "text:list":
-            self._lists -= 1
-        else:
-            self._end_table_part(tag)
-
-    def data(self, text: str) -> None:
-        """Adds shown text."""
-        if self._levels and not self._skipped:
-            self._add(" ".join(text.split("\n")))
-
-    def close(self) -> None:
-        """Ends what a damaged file left open."""
-        while self._levels:
-            self._end_paragraph(self._levels.pop())
-
-    def _add(self, text: str) -> None:
-        if self._hidden:
-            self.hidden_characters += len(text)
-        elif self._levels:
-            self.flow.text(text)
-
-    def _end_paragraph(self, level: int) -> None:
-        if self._interrupted:
-            text = " ".join(self.flow.take().split())
-            self._notes += [text] if text else []
-        elif level:
-            self.flow.end_heading(level)
-        else:
-            mark = "  " * min(self._lists - 1, 8) + "- " if self._lists else ""
-            self.flow.end_block(prefix=mark, tight=bool(self._lists))
-
-    def _start_table_part(self, tag: str, attributes: Mapping[str, str]) -> None:
-        if tag == "table:table":
-            self._depth += 1
-            if self._format == "ods" and self._depth == 1:
-                self.flow.part(attributes.get("table:name", ""))
-            self.flow.start_table()
-        elif tag == "table:table-row":
-            self.flow.start_row()
-        elif tag in ("table:table-cell", "table:covered-table-cell"):
-            count = attributes.get("table:number-columns-repeated", "1")
-            self._repeats = min(int(count), _MOST_REPEATS) if count.isascii() and count.isdigit() else 1
-            self.flow.start_cell()
-
-    def _end_table_part(self, tag: str) -> None:
-        if tag == "table:table":
-            self._depth -= 1
-            self.flow.end_table()
-        elif tag == "table:table-row":
-            self.flow.end_row()
-        elif tag in ("table:table-cell", "table:covered-table-cell"):
-            self.flow.repeat_cell(self._repeats)
-            self._repeats = 1
+def _prepare(root: etree._Element, hidden_styles: set[str]) -> int:
+    """Leaves what is shown, blanks as characters and notes in brackets; returns how many characters were hidden."""
+    hidden = 0
+    for element in list(root.iter(etree.Element)):
+        kind, blanks = name_of(element), value_of(element, "c") or "1"
+        if kind in ("p", "h", "span") and value_of(element, "style-name") in hidden_styles:
+            hidden += len("".join(element.itertext()))
+            element[:], element.text = [], ""
+        elif kind in _NOT_SHOWN:
+            element[:], element.text = [], ""
+        elif kind == "s":
+            element.text = " " * (min(int(blanks), 100) if blanks.isascii() and blanks.isdigit() else 1)
+        elif kind == "tab":
+            element.text = "\t"
+    for note in list(root.iter("{*}note", "{*}annotation")):
+        lines = (" ".join("".join(line.itertext()).split()) for line in note.iter("{*}p"))
+        note[:], note.text = [], f" [{_NOTES[name_of(note)]}: {' '.join(lines)}] "
+    return hidden
 
 
-class _Margins(_Body):
-    """Sends headers and footers to a flow, each line once."""
+def _markdown(root: etree._Element, name: str) -> str:
+    """An element's text."""
+    copy = deepcopy(root)
+    for element in copy.iter(etree.Element):
+        kind, level = name_of(element), value_of(element, "outline-level") or "1"
+        repeated = value_of(element, "number-columns-repeated")
+        element.attrib.clear()
+        if kind in ("p", "h") and element.text and not element.text.strip():
+            element.text = None
+        element.tag = _HTML.get(kind, "span")
+        if kind == "h":
+            element.tag = f"h{min(int(level), 6)}" if level in list("123456789") else "h1"
+        elif kind == "line-break":
+            element.tag = "br"
+        elif repeated is not None and repeated.isdigit() and "".join(element.itertext()).strip():
+            for _ in range(min(int(repeated), _MOST_REPEATS) - 1):
+                element.addnext(deepcopy(element))
+    return to_markdown(parse_html(etree.tostring(copy, encoding="unicode", method="html")), name)
 
-    def __init__(self, flow: Flow, hidden: set[str]) -> None:
-        super().__init__(flow, "odt", hidden)
-        self._inside = 0
 
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        """Reads a tag within a header or footer."""
-        if tag.startswith(("style:header", "style:footer")) and not tag.endswith("style"):
-            self._inside += 1
-        elif self._inside:
-            super().start(tag, attributes)
+def _slides(content: etree._Element, name: str) -> Iterator[tuple[str, str]]:
+    """The label and text of each slide."""
+    for number, slide in enumerate(content.iter("{*}page"), start=1):
+        title = value_of(slide, "name") or ""
+        for notes in slide.iter("{*}notes"):
+            if "".join(notes.itertext()).strip():
+                notes.insert(0, etree.fromstring("<p>Notes:</p>"))
+        label = f"{number}: {title}" if title and not title.startswith("page") else str(number)
+        yield label, _markdown(slide, name)
 
-    def end(self, tag: str) -> None:
-        """Ends an element within a header or footer."""
-        if tag.startswith(("style:header", "style:footer")) and not tag.endswith("style"):
-            self._inside -= 1
-        elif self._inside:
-            super().end(tag)
+
+def _rows(sheet: etree._Element) -> Iterator[str]:
+    """A line for each row that holds something."""
+    for row in sheet.iter("{*}table-row"):
+        cells: list[str] = []
+        for cell in row.iter("{*}table-cell", "{*}covered-table-cell"):
+            repeated = value_of(cell, "number-columns-repeated") or "1"
+            text = " ".join(" ".join("".join(line.itertext()) for line in cell.iter("{*}p")).split())
+            cells += [text] * (min(int(repeated), _MOST_REPEATS) if repeated.isascii() and repeated.isdigit() else 1)
+        if line := CELL_SEPARATOR.join(cells).rstrip(" |"):
+            yield line

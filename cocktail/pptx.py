@@ -1,142 +1,72 @@
-"""Text of a PowerPoint presentation (PPTX), a page a slide."""
+"""PowerPoint presentations (PPTX), read by python-pptx, a page a slide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from cocktail.flow import Flow
+from lxml import etree
+from pptx import Presentation
+from pptx.enum.shapes import PP_PLACEHOLDER
+
+from cocktail.office_xml import plain_text, write_formulas
+from cocktail.package import Package
 from cocktail.page import Page
-from cocktail.zip_package import ZipPackage
+from cocktail.sections import CELL_SEPARATOR, make_pages
 
-_NUMBER_FIELDS = ("slidenum", "datetime")
+_A = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
+_NUMBERS = (PP_PLACEHOLDER.SLIDE_NUMBER, PP_PLACEHOLDER.DATE)
+# What python-pptx does not read: the kind of part, and the element that holds a line of it.
+_PARTS = {"diagramData": "p", "chart": "v", "comments": "text"}
 
 
-def read_pptx(package: ZipPackage, main: str) -> list[Page]:
+def read_pptx(package: Package) -> list[Page]:
     """The slides in the order of the show, each with its notes and comments; hidden ones say so in their label."""
-    related = package.relations(main)
-    order = _Order()
-    package.parse(main, order)
-    slides = [related[identity][1] for identity in order.slides if identity in related]
-    flow = Flow("slide", package.name)
-    for number, member in enumerate(slides, start=1):
-        flow.part(str(number))
-        shapes = Shapes(flow)
-        package.parse(member, shapes)
-        shapes.close()
-        title = f"{number}: {shapes.title}" if shapes.title else str(number)
-        flow.label_part(f"{title} (hidden)" if shapes.is_hidden else title)
-        for kind, target in package.relations(member).values():
-            if kind in ("diagramData", "chart", "comments"):
-                drawn = Shapes(flow, comment=kind == "comments")
-                package.parse(target, drawn)
-                drawn.close()
-            elif kind == "notesSlide":
-                notes = Shapes(flow, only="body", prefix="Notes: ")
-                package.parse(target, notes)
-                notes.close()
-    return flow.pages(keep_empty=True)
+    slides = Presentation(package.packed()).slides
+    parts = [_slide(number, slide) for number, slide in enumerate(slides, start=1)]
+    return make_pages(parts, "slide", package.name, keep_empty=True)
 
 
-class _Order:
-    """The slides' relationship ids in the order of the show."""
+def _slide(number: int, slide: Any) -> tuple[str, str]:
+    """A slide's label and text."""
+    _show_all(slide._element)
+    blocks = list(_shapes(slide.shapes))
+    for relation in slide.part.rels.values():
+        kind = relation.reltype.rpartition("/")[2]
+        if kind in _PARTS and not relation.is_external:
+            lines = plain_text(etree.fromstring(relation.target_part.blob), _PARTS[kind])
+            blocks += [f"Comment: {line}" for line in lines] if kind == "comments" else ["\n".join(lines)]
+    if slide.has_notes_slide and (notes := slide.notes_slide.notes_text_frame) is not None and notes.text.strip():
+        blocks.append(f"Notes: {notes.text}")
+    title = " ".join(slide.shapes.title.text_frame.text.split()) if slide.shapes.title is not None else ""
+    label = f"{number}: {title}" if title else str(number)
+    is_hidden = slide._element.get("show") in ("0", "false")
+    return f"{label} (hidden)" if is_hidden else label, "\n\n".join(block for block in blocks if block.strip())
 
-    def __init__(self) -> None:
-        self.slides: list[str] = []
 
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        if tag == "p:sldId":
-            self.slides.append(attributes.get("r:id", ""))
+def _shapes(shapes: Iterable[Any]) -> Iterator[str]:
+    """The text of each shape: a line a paragraph, indented by its level, or a row of a table."""
+    for shape in shapes:
+        if shape.is_placeholder and shape.placeholder_format.type in _NUMBERS:
+            continue
+        if hasattr(shape, "shapes"):
+            yield from _shapes(shape.shapes)
+        elif shape.has_text_frame:
+            yield "\n".join("  " * each.level + each.text.replace("\v", "\n") for each in shape.text_frame.paragraphs)
+        elif getattr(shape, "has_table", False):
+            rows = ([" ".join(cell.text_frame.text.split()) for cell in row.cells] for row in shape.table.rows)
+            yield "\n".join(CELL_SEPARATOR.join(row) for row in rows)
 
-    def end(self, tag: str) -> None:
-        pass
 
-    def data(self, text: str) -> None:
-        pass
-
-
-class Shapes:
-    """Sends the text of a drawing's shapes to a flow.
-
-    `title` is the slide's, `is_hidden` whether the show leaves the slide out.
-
-    Args:
-        flow: Receives the text.
-        only: The kind of placeholder that is read; None: everything.
-        prefix: Stands before the first paragraph.
-        comment: Whether the file holds comments.
-    """
-
-    def __init__(self, flow: Flow, *, only: str | None = None, prefix: str = "", comment: bool = False) -> None:
-        self.title, self.is_hidden = "", False
-        self._flow, self._only, self._prefix = flow, only, "Comment: " if comment else prefix
-        self._is_comment = comment
-        self._kind: str | None = None
-        self._skipped = 0
-        self._in_text = False
-        self._level = 0
-
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        """Reads a tag."""
-        local = tag.rpartition(":")[2]
-        is_field = tag == "a:fld" and attributes.get("type", "").lower().startswith(_NUMBER_FIELDS)
-        if self._skipped or tag == "mc:Fallback" or is_field:
-            self._skipped += 1
-        elif tag == "p:sld":
-            self.is_hidden = attributes.get("show", "1") in ("0", "false")
-        elif tag in ("p:sp", "p:graphicFrame", "p:pic"):
-            self._kind = None
-            self._flow.gap()
-        elif tag == "p:ph":
-            self._kind = attributes.get("type", "body")
-        elif tag == "a:t" or (self._is_comment and tag == "p:text") or local == "v":
-            self._in_text = True
-        elif tag == "a:br":
-            self._flow.text("\n")
-        elif tag == "a:tab":
-            self._flow.text("\t")
-        elif tag == "a:p":
-            self._level = 0
-        elif tag == "a:pPr":
-            level = attributes.get("lvl", "0")
-            self._level = int(level) if level.isascii() and level.isdigit() and len(level) == 1 else 0
-        elif tag == "a:tbl":
-            self._flow.start_table()
-        elif tag == "a:tr":
-            self._flow.start_row()
-        elif tag == "a:tc":
-            self._flow.start_cell()
-
-    def end(self, tag: str) -> None:
-        """Ends an element."""
-        if self._skipped:
-            self._skipped -= 1
-            return
-        if tag in ("a:p", "p:text", "v"):
-            self._end_paragraph()
-        elif tag == "a:tbl":
-            self._flow.end_table()
-        elif tag == "a:tr":
-            self._flow.end_row()
-        if tag in ("a:t", "p:text", "v"):
-            self._in_text = False
-
-    def data(self, text: str) -> None:
-        """Adds shown text."""
-        if self._in_text and not self._skipped:
-            self._flow.text(text)
-
-    def close(self) -> None:
-        """Ends what a damaged file left open."""
-        self._skipped = 0
-        self._end_paragraph()
-
-    def _end_paragraph(self) -> None:
-        text = self._flow.take()
-        if not text.strip() or (self._only is not None and self._kind != self._only):
-            return
-        if self._kind in ("title", "ctrTitle") and not self.title:
-            self.title = " ".join(text.split())
-        self._flow.text(text)
-        self._flow.end_block(prefix=self._prefix + "  " * self._level, tight=True)
-        if not self._is_comment:
-            self._prefix = ""
+def _show_all(slide: Any) -> None:
+    """Makes python-pptx see shapes that come in two forms, by leaving the first, and formulas; slide numbers go."""
+    for both in list(slide.iter("{http://schemas.openxmlformats.org/markup-compatibility/2006}AlternateContent")):
+        at = both.getparent().index(both)
+        both.getparent()[at : at + 1] = list(both[0]) if len(both) else []
+    write_formulas(slide, _A + "cocktail", _A + "r", _A + "t")
+    for formula in list(slide.iter(_A + "cocktail")):
+        at = formula.getparent().index(formula)
+        formula.getparent()[at : at + 1] = list(formula)
+    for number in list(slide.iter(_A + "fld")):
+        if (number.get("type") or "").lower().startswith(("slidenum", "datetime")):
+            number.getparent().remove(number)

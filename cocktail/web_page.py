@@ -1,45 +1,43 @@
-"""HTML files, parsed with Lexbor."""
+"""HTML as Markdown: parsed by Beautiful Soup and lxml, written by markdownify."""
 
 from __future__ import annotations
 
-import codecs
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import PurePath
+from typing import Any
 
-from selectolax.lexbor import LexborHTMLParser, LexborNode
+from bs4 import BeautifulSoup, Comment
+from bs4.dammit import EncodingDetector
+from markdownify import ATX, MarkdownConverter
 
 from cocktail.errors import DocumentError
-from cocktail.flow import BEGINNING, WHOLE, Flow, clean_line
-from cocktail.markup import Markup
 from cocktail.page import Page
+from cocktail.sections import BEGINNING, clean_line, make_pages, markdown_parts
 from cocktail.text_file import CODE_SUFFIXES, decode_text
 
 _MAX_BYTES = 1 << 26
-# Lexbor's time grows with the square of the depth: 200,000 levels took 142 s here, 2,000 with a million others 2 s.
-_MAX_DEPTH = 2_000
-_NODES_AT_ONCE = 1 << 12
-_SNIFFED = 1024
+_SNIFFED = 4096
 _SUFFIXES = frozenset((".html", ".htm", ".xhtml", ".xht"))
 _BEGINNING = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,400}?-->\s*)*<(?:!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
 _ANY_TAG = re.compile(rb"<(?:!doctype|[a-z][a-z0-9]*[\s>/])", re.IGNORECASE)
-_CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?\s*([a-z0-9_:.-]+)", re.IGNORECASE)
-_TAG = re.compile(r"<(/?)([a-zA-Z][^\s/>]{0,50})")
-# Void elements, and those that the next of their kind ends.
-_NOT_NESTED = frozenset(
-    "area base br col embed hr img input link meta param source track wbr p li dd dt option optgroup tr td th "  # noqa: SIM905
-    "thead tbody tfoot caption colgroup rp rt html head body".split()
+_NOT_SHOWN = (
+    *("head", "script", "style", "template", "noscript", "svg", "iframe", "object", "audio", "video", "canvas"),
+    *("datalist", "annotation", "annotation-xml", "rp"),
 )
+_HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_PLAIN = ("a", "img", "b", "strong", "em", "i", "del", "s")
+# What browsers do with files that declare the narrower encoding.
+_WIDER = {"iso-8859-1": "cp1252", "latin1": "cp1252", "gb2312": "gb18030"}
 
 
 def is_html(data: bytes, path: str) -> bool:
     """Whether a text file is HTML: it begins like one, or is named like one and holds a tag; never source code."""
     suffix = PurePath(path.lower()).suffix
-    head = data[: 4 * _SNIFFED]
+    head = data[:_SNIFFED]
     if b"\x00" in head[:64]:
         head = head.replace(b"\x00", b"")  # UTF-16
         head = head.removeprefix(b"\xff\xfe").removeprefix(b"\xfe\xff")
@@ -48,14 +46,13 @@ def is_html(data: bytes, path: str) -> bool:
     return suffix not in CODE_SUFFIXES and bool(_BEGINNING.match(head))
 
 
-def read_html(data: bytes, name: str, warn: Callable[[str], None], advance: Callable[[int], None]) -> list[Page]:
+def read_html(data: bytes, name: str, warn: Callable[[str], None]) -> list[Page]:
     """The sections of an HTML file.
 
     Args:
         data: The file.
         name: What messages call it.
         warn: Told of doubts about its encoding.
-        advance: Called with bytes done.
 
     Raises:
         DocumentError: It is too large or nested too deep, or no text.
@@ -64,14 +61,13 @@ def read_html(data: bytes, name: str, warn: Callable[[str], None], advance: Call
         raise DocumentError(
             f"{name} is {len(data):,} bytes of HTML; {_MAX_BYTES:,} are read.", "Split it into smaller files."
         )
-    flow = Flow("section", name)
-    title = clean_line(add_html(html_text(data, name, warn), flow, name, advance))
-    pages = flow.pages()
-    if title and len(pages[0].text) and not pages[0].text.startswith(title):
-        first = pages[0]
-        label = title[:60] if first.label in (BEGINNING, WHOLE) else first.label
-        pages[0] = Page(first.number, label, f"{title}\n\n{first.text}", first.quality, first.unit)
-    return pages
+    soup = parse_html(html_text(data, name, warn))
+    title = clean_line(soup.title.get_text()) if soup.title else ""
+    parts = list(markdown_parts(to_markdown(soup, name)))
+    if title and parts[0][1].strip() and not parts[0][1].lstrip("# \n").startswith(title):
+        label, text = parts[0]
+        parts[0] = (label or title[:60], f"{title}\n\n{text.lstrip()}")
+    return make_pages(parts, "section", name)
 
 
 def html_text(data: bytes, name: str, warn: Callable[[str], None]) -> str:
@@ -80,13 +76,11 @@ def html_text(data: bytes, name: str, warn: Callable[[str], None]) -> str:
     Raises:
         DocumentError: It is no text.
     """
-    declared = _CHARSET.search(data[:_SNIFFED])
-    if declared and not data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        encoding = declared[1].decode("ascii")
-        # What browsers do with files that declare the narrower encoding.
-        encoding = {"iso-8859-1": "cp1252", "latin1": "cp1252", "gb2312": "gb18030"}.get(encoding.lower(), encoding)
+    unmarked, marked = EncodingDetector.strip_byte_order_mark(data)
+    declared = marked or EncodingDetector.find_declared_encoding(data, is_html=True)
+    if declared:
         try:
-            return data.decode(encoding)
+            return unmarked.decode(_WIDER.get(declared.lower(), declared))
         except (LookupError, ValueError):
             pass
     decoded = decode_text(data)
@@ -97,60 +91,62 @@ def html_text(data: bytes, name: str, warn: Callable[[str], None]) -> str:
     return decoded[0]
 
 
-def add_html(text: str, flow: Flow, name: str, advance: Callable[[int], None]) -> str:
-    """Sends what a page shows to `flow`; returns its title.
+def parse_html(text: str) -> BeautifulSoup:
+    """The tree of a page."""
+    # Lone surrogates cannot be passed on, and a NUL would end the text.
+    return BeautifulSoup(text.encode("utf-8", "replace").decode().replace("\x00", ""), "lxml")
+
+
+def to_markdown(soup: BeautifulSoup, name: str) -> str:
+    """What a page shows.
+
+    Args:
+        soup: Its tree, of which what is not shown is removed.
+        name: What messages call it.
 
     Raises:
         DocumentError: It is nested too deep.
     """
-    _check_depth(text, name)
-    handler = Markup(flow)
-    # Lone surrogates cannot be passed on.
-    tree = LexborHTMLParser(text.encode("utf-8", "replace").decode("utf-8"))
-    _walk(tree.root, handler, advance)
-    handler.close()
-    return handler.title
+    for element in soup(_NOT_SHOWN):
+        element.decompose()
+    for element in soup.select("[hidden], [style]"):
+        if not element.decomposed and ("hidden" in element.attrs or _HIDING.search(str(element.get("style")))):
+            element.decompose()
+    for comment in soup.find_all(string=lambda each: isinstance(each, Comment)):
+        comment.extract()
+    _open_layouts(soup)
+    converter = _Converter(
+        heading_style=ATX,
+        bullets="-",
+        strip=_PLAIN,
+        escape_asterisks=False,
+        escape_underscores=False,
+        table_infer_header=True,
+    )
+    try:
+        return str(converter.convert_soup(soup))
+    except RecursionError as error:
+        raise DocumentError(
+            f"{name} is nested too deep.", "Open it in a browser, save it as a PDF and ask that."
+        ) from error
 
 
-def _walk(root: LexborNode | None, handler: Markup, advance: Callable[[int], None]) -> None:
-    """Sends a tree's nodes as events, without recursion."""
-    node, seen = root, 0
-    while node is not None:
-        seen += 1
-        if seen % _NODES_AT_ONCE == 0:
-            advance(0)
-        tag = node.tag or ""
-        if tag == "-text":
-            handler.data(node.text_content or "")
-        elif tag[:1] not in ("-", "!", ""):
-            handler.start(tag, node.attributes)
-            child = node.first_child
-            if child is not None:
-                node = child
-                continue
-            handler.end(tag)
-        while node is not None and node.next is None:
-            node = node.parent
-            if node is not None and (node.tag or "")[:1] not in ("-", "!", ""):
-                handler.end(node.tag or "")
-        node = node.next if node is not None else None
+def _open_layouts(soup: BeautifulSoup) -> None:
+    """Makes blocks of rows that cannot be rows of a Markdown table: of a single column, or with tables or headings."""
+    for table in soup("table"):
+        rows = [row for row in table("tr") if row.find_parent("table") is table]
+        is_narrow = all(len(row.find_all(["td", "th"], recursive=False)) < 2 for row in rows)
+        for row in rows:
+            if is_narrow or row.find(["table", "h1", "h2", "h3"]):
+                for element in (row, *row.find_all(["td", "th"], recursive=False)):
+                    element.name = "div"
 
 
-def _check_depth(text: str, name: str) -> None:
-    """Refuses what is nested so deep that parsing it would not end."""
-    depth, open_tags = 0, Counter[str]()
-    for found in _TAG.finditer(text):
-        tag = found[2].lower()
-        if tag in _NOT_NESTED:
-            continue
-        if not found[1]:
-            depth += 1
-            open_tags[tag] += 1
-        elif open_tags[tag]:
-            depth -= 1
-            open_tags[tag] -= 1
-        if depth > _MAX_DEPTH:
-            raise DocumentError(
-                f"{name} nests more than {_MAX_DEPTH:,} elements, or leaves as many open.",
-                "Open it in a browser, save it as a PDF and ask that.",
-            )
+class _Converter(MarkdownConverter):  # type: ignore[misc]
+    """Markdown as markdownify writes it, with the blocks of a cell apart."""
+
+    def convert_td(self, element: Any, text: str, parent_tags: set[str]) -> str:
+        """A cell: its blocks on one line."""
+        return str(super().convert_td(element, " ".join(text.split()), parent_tags))
+
+    convert_th = convert_td

@@ -45,6 +45,17 @@ def paragraph(text: str, style: str = "", properties: str = "", run: str = "") -
     return f"<w:p><w:pPr>{named}{properties}</w:pPr><w:r><w:rPr>{run}</w:rPr><w:t>{text}</w:t></w:r></w:p>"
 
 
+def content_types(kinds: dict[str, str]) -> str:
+    """What Office files say of their parts: name to the last words of its type."""
+    start = "application/vnd.openxmlformats-officedocument."
+    items = "".join(f'<Override PartName="/{name}" ContentType="{start}{kind}+xml"/>' for name, kind in kinds.items())
+    defaults = "".join(
+        f'<Default Extension="{suffix}" ContentType="application/{kind}xml"/>'
+        for suffix, kind in (("xml", ""), ("rels", "vnd.openxmlformats-package.relationships+"))
+    )
+    return f'<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types">{defaults}{items}</Types>'
+
+
 def docx(body: str, **parts: str) -> bytes:
     """A Word document; `parts` are the insides of styles, numbering, footnotes, comments, header and the like."""
     spaces = f'xmlns:w="{_W}" xmlns:mc="{_MC}" xmlns:m="{_M}" xmlns:r="{_R}"'
@@ -66,6 +77,9 @@ HEADING_STYLES = "".join(
 )
 
 
+_TREE = "<p:cSld><p:spTree><p:nvGrpSpPr/><p:grpSpPr/>{}</p:spTree></p:cSld>"
+
+
 def pptx(*slides: str, shown: tuple[int, ...] = (), notes: dict[int, str] | None = None) -> bytes:
     """A presentation of slides, each given as its shapes; `shown` is their order, `notes` text by number."""
     order = shown or tuple(range(1, len(slides) + 1))
@@ -80,19 +94,25 @@ def pptx(*slides: str, shown: tuple[int, ...] = (), notes: dict[int, str] | None
     }
     for number, shapes in enumerate(slides, start=1):
         show = ' show="0"' if "HIDDEN" in shapes else ""
-        members[f"ppt/slides/slide{number}.xml"] = f"<p:sld {spaces}{show}>{shapes}</p:sld>"
+        members[f"ppt/slides/slide{number}.xml"] = f"<p:sld {spaces}{show}>{_TREE.format(shapes)}</p:sld>"
         if notes and number in notes:
             members[f"ppt/slides/_rels/slide{number}.xml.rels"] = relations(n=("notesSlide", f"../notes{number}.xml"))
-            members[f"ppt/notes{number}.xml"] = (
-                f"<p:notes {spaces}>{shape(notes[number], 'body')}{shape('7', 'sldNum')}</p:notes>"
-            )
-    return zip_file(members)
+            shapes = _TREE.format(shape(notes[number]) + shape("7", "sldNum"))
+            members[f"ppt/notes{number}.xml"] = f"<p:notes {spaces}>{shapes}</p:notes>"
+    kinds = {"ppt/presentation.xml": "presentationml.presentation.main"}
+    for name in members:
+        kind = "slide" if "/slide" in name else "notesSlide" if "/notes" in name else ""
+        if kind and name.endswith(".xml"):
+            kinds[name] = f"presentationml.{kind}"
+    return zip_file({"[Content_Types].xml": content_types(kinds), **members})
 
 
 def shape(text: str, kind: str = "body") -> str:
     """A shape of a slide, its paragraphs parted by newlines."""
     paragraphs = "".join(f"<a:p><a:r><a:t>{line}</a:t></a:r></a:p>" for line in text.split("\n"))
-    return f'<p:sp><p:nvSpPr><p:nvPr><p:ph type="{kind}"/></p:nvPr></p:nvSpPr><p:txBody>{paragraphs}</p:txBody></p:sp>'
+    properties = f'<p:cNvPr id="2" name="x"/><p:cNvSpPr/><p:nvPr><p:ph type="{kind}"/></p:nvPr>'
+    body = f"<p:txBody><a:bodyPr/>{paragraphs}</p:txBody>"
+    return f"<p:sp><p:nvSpPr>{properties}</p:nvSpPr><p:spPr/>{body}</p:sp>"
 
 
 def xlsx(
@@ -113,7 +133,10 @@ def xlsx(
     members["xl/_rels/workbook.xml.rels"] = relations(**related)
     members["xl/sharedStrings.xml"] = f'<sst xmlns="{_X}">{shared}</sst>'
     members["xl/styles.xml"] = f'<styleSheet xmlns="{_X}">{formats}</styleSheet>'
-    return zip_file(members)
+    kinds = {"workbook": "sheet.main", "sharedStrings": "sharedStrings", "styles": "styles"}
+    types = {f"xl/{name}.xml": f"spreadsheetml.{kind}" for name, kind in kinds.items()}
+    types |= {name: "spreadsheetml.worksheet" for name in members if "worksheets" in name}
+    return zip_file({"[Content_Types].xml": content_types(types), **members})
 
 
 def epub(chapters: dict[str, str], titles: dict[str, str] | None = None, **others: str) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cocktail import flow, zip_package
+from cocktail import containers, package, sections
 from cocktail.answer import Citation
 from cocktail.cli.output import Output
 from cocktail.cli.render import Display, TerminalReporter
@@ -159,7 +159,7 @@ def test_nothing_outside_the_file_is_read(tmp_path: Path) -> None:
 
 
 def test_zip_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zip_package, "MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(containers, "MAX_UNPACKED_BYTES", 1 << 20)
     bomb = docx(f"<w:p>{' ' * (2 << 20)}</w:p>")
     assert len(bomb) < 10_000
     with pytest.raises(DocumentError, match="unpacks to over 1,048,576 bytes"):
@@ -169,7 +169,7 @@ def test_zip_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_long_text_named_by_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "MAX_CHARACTERS", 100_000)
+    monkeypatch.setattr(sections, "MAX_CHARACTERS", 100_000)
     with pytest.raises(DocumentError, match="over 100,000 characters"):
         read(xlsx({"S": ROW * 200}, ("x" * 1000,)))
 

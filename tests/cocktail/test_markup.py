@@ -21,26 +21,26 @@ def test_headings_part_a_web_page() -> None:
     assert document.unit == "section"
     assert sections(document) == [
         ("Site", "Site\n\nMenu"),
-        ("Birds", "Birds\n\nAll."),
-        ("Birds > Ducks", "Ducks\n\nSwim."),
-        ("Birds > Owls > Food", "Owls\n\nFood\n\nMice"),
+        ("Birds", "# Birds\n\nAll."),
+        ("Birds > Ducks", "## Ducks\n\nSwim."),
+        ("Birds > Owls > Food", "## Owls\n\n### Food\n\nMice"),
     ]
 
 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ("<p>one\n  <b>two</b> <p>three<br>four &amp; &lt;five&gt;", "one two\n\nthree\nfour & <five>"),
-        ("<pre>a\n  b</pre>", "a\n  b"),
+        ("<p>one\n  <b>two</b> <p>three<br>four &amp; &lt;five&gt;", "one\ntwo\n\nthree\nfour & <five>"),
+        ("<pre>a\n  b</pre>", "```\na\n  b\n```"),
         ("<ul><li>a<ul><li>b</ul><li>c</ul>", "- a\n  - b\n- c"),
         ("<ol start=3><li>a<li>b</ol>", "3. a\n4. b"),
-        ("<table><tr><th>x<th>y<tr><td>1<td><td>3</table>", "x | y\n1 |  | 3"),
-        ("<table><tr><td><p>a<p>b</table>", "a\n\nb"),
-        ("<table><tr><td>1<td><table><tr><td>in<td>side</table><td>3</table>", "1\nin | side\n |  | 3"),
+        ("<table><tr><th>x<th>y<tr><td>1<td><td>3</table>", "| x | y |\n| --- | --- |\n| 1 |  | 3 |"),
+        ("<table><tr><td><p>a<p>b<td>c<tr><td>d", "| a b | c |\n| --- | --- |\n| d |"),
+        ("<table><tr><td>1<td><table><tr><td>in<td>side</table><td>3</table>", "1\n\n| in | side |\n| --- | --- |\n\n3"),
         ("<script>x()</script><style>p{}</style><p hidden>h<p style='display: none'>n<p>seen", "seen"),
         ("<p>seen<noscript>n</noscript><template><p>t</template>", "seen"),
-        ("a<div>b</div>c<hr>d", "a\n\nb\n\nc\n\nd"),
-        ("<dl><dt>Duck<dd>A bird</dl>", "Duck\nA bird"),
+        ("a<div>b</div>c<hr>d", "a\n\nb\n\nc\n\n---\n\nd"),
+        ("<dl><dt>Duck<dd>A bird</dl>", "Duck\n:   A bird"),
     ],
 )
 def test_what_a_browser_shows(body: str, text: str) -> None:
@@ -82,9 +82,9 @@ def test_chapters_of_a_book_are_named_by_its_contents_or_headings() -> None:
     assert document.unit == "chapter"
     assert sections(document) == [
         ("Prologue", "It begins. Here—now."),
-        ("Ducks", "Ducks\n\nThey swim."),
-        ("Ducks > Food", "Food\n\nBread."),
-        ("beginning", "Unclosed tags\nhere"),
+        ("Ducks", "# Ducks\n\nThey swim."),
+        ("Ducks > Food", "## Food\n\nBread."),
+        ("beginning", "Unclosed tags\n here"),
     ]
 
 
@@ -94,7 +94,7 @@ def test_headings_part_markdown_and_its_text_stays() -> None:
     assert sections(document) == [
         ("beginning", "Intro"),
         ("Birds > Ducks x y", "# Birds\n## Ducks `x` [y](z)\nThey **swim**.\n```sh\n# no heading\n```"),
-        ("Owls", "# Owls #\n\nHoot.\n"),
+        ("Owls", "# Owls #\n\nHoot."),
     ]
     assert [page.unit for page in read("no headings", "a.md").pages] == ["page"]
     assert [page.unit for page in read("# one\n", "a.md").pages] == ["page"]

@@ -26,10 +26,10 @@ def test_headings_part_a_word_document() -> None:
     assert document.format == "docx"
     assert document.unit == "section"
     assert places(document) == [
-        (1, "Title > Costs", "Title\n\nCosts\n\nRent is 900."),
-        (2, "Title > Gains", "Gains\n\nNone."),
+        (1, "Title > Costs", "# Title\n\n## Costs\n\nRent is 900."),
+        (2, "Title > Gains", "## Gains\n\nNone."),
     ]
-    assert read(docx(body, styles=HEADING_STYLES), pages="2").text == "Gains"
+    assert read(docx(body, styles=HEADING_STYLES), pages="2").text == "## Gains"
     with pytest.raises(UsageError, match="2 sections"):
         read(docx(body, styles=HEADING_STYLES), pages="3")
 
@@ -39,7 +39,7 @@ def test_word_document_without_headings() -> None:
 
 
 def test_word_heading_by_inheritance_and_outline() -> None:
-    styles = HEADING_STYLES + '<w:style w:styleId="Mine"><w:name w:val="Mine"/><w:basedOn w:val="H1"/></w:style>'
+    styles = HEADING_STYLES + '<w:style w:type="paragraph" w:styleId="Mine"><w:name w:val="Mine"/><w:basedOn w:val="H1"/></w:style>'
     body = paragraph("A", "Mine") + paragraph("a") + paragraph("B", properties='<w:outlineLvl w:val="0"/>')
     assert [page.label for page in read(docx(body + paragraph("b"), styles=styles)).pages] == ["A", "B"]
 
@@ -54,7 +54,9 @@ def test_word_table_rows_are_lines() -> None:
         f"<w:tr>{cell(paragraph('Bread') + paragraph('white'))}{cell(paragraph(''))}{cell(paragraph('2'))}</w:tr>"
         f"<w:tr>{cell(nested + paragraph(''))}</w:tr>"
     )
-    assert read(docx(f"<w:tbl>{rows}</w:tbl>")).text == "Food | Price\nBread white |  | 2\nx | y"
+    assert read(docx(f"<w:tbl>{rows}</w:tbl>")).text == (
+        "| Food | Price |\n| --- | --- |\n| Bread white |  | 2 |\n\n| x | y |\n| --- | --- |"
+    )
 
 
 def test_word_lists_have_the_numbers_that_word_prints() -> None:
@@ -102,7 +104,7 @@ def test_word_notes_comments_headers_and_what_is_not_shown() -> None:
         )
     )
     assert document.pages[0].text == (
-        "Paid[2] twice\n\n[Footnote 2: In March.]\n[Comment: Ann: Sure?]\n\nIn a box\n\naround it"
+        "Paid [Footnote 1: In March.] twice [Comment: Sure?]\n\nIn a box\n\naround it"
     )
     assert places(document)[1] == (2, "headers and footers", "Draft 3, confidential")
     assert document.warnings == ("in.bin: 20 characters of hidden text were left out.",)
@@ -138,11 +140,24 @@ def test_slides_are_pages_in_the_order_of_the_show() -> None:
 
 
 def test_slide_tables_and_numbers() -> None:
-    cell = "<a:tc><a:txBody><a:p><a:r><a:t>{}</a:t></a:r></a:p></a:txBody></a:tc>"
+    cell = "<a:tc><a:txBody><a:bodyPr/><a:p><a:r><a:t>{}</a:t></a:r></a:p></a:txBody></a:tc>"
     row = f"<a:tr>{cell}{cell}</a:tr>"
-    table = f"<p:graphicFrame><a:tbl>{row.format('Q1', '10')}{row.format('Q2', '12')}</a:tbl></p:graphicFrame>"
-    number = '<p:sp><p:txBody><a:p><a:fld type="slidenum"><a:t>1</a:t></a:fld></a:p></p:txBody></p:sp>'
-    assert read(pptx(table + number)).text == "Q1 | 10\nQ2 | 12"
+    table = f"<a:tbl><a:tblPr/><a:tblGrid/>{row.format('Q1', '10')}{row.format('Q2', '12')}</a:tbl>"
+    uri = "http://schemas.openxmlformats.org/drawingml/2006/table"
+    frame = f'<p:graphicFrame><a:graphic><a:graphicData uri="{uri}">{table}</a:graphicData></a:graphic></p:graphicFrame>'
+    number = shape("").replace("<a:p>", '<a:p><a:fld type="slidenum"><a:t>1</a:t></a:fld>').replace("<p:ph", "<p:x")
+    assert read(pptx(frame + number)).text == "Q1 | 10\nQ2 | 12"
+
+
+def test_slide_groups_and_shapes_in_two_forms() -> None:
+    mc = "http://schemas.openxmlformats.org/markup-compatibility/2006"
+    both = (
+        f'<mc:AlternateContent xmlns:mc="{mc}"><mc:Choice Requires="a14">{shape("new")}</mc:Choice>'
+        f"<mc:Fallback>{shape('old')}</mc:Fallback></mc:AlternateContent>"
+    )
+    assert read(pptx(f"<p:grpSp><p:nvGrpSpPr/><p:grpSpPr/>{shape('in a group')}</p:grpSp>{both}")).text == (
+        "in a group\n\nnew"
+    )
 
 
 # Excel
@@ -157,7 +172,7 @@ def test_sheets_are_pages_and_rows_are_lines() -> None:
     )
     document = read(xlsx({"Food": rows, "Empty": "", "Old": rows}, ("Name", "Bread_x000D_"), hidden=("Old",)))
     assert document.unit == "sheet"
-    text = "Name | Price\nBread | 2.5 |  |  | TRUE\n2.5 | =1+1 | #DIV/0!"
+    text = "Name | Price\nBread | 2.5 |  |  | TRUE\n | 2.5 | =1+1 | #DIV/0!"
     assert places(document) == [(1, "Food", text), (2, "Empty", ""), (3, "Old (hidden)", text)]
 
 
@@ -168,15 +183,14 @@ def test_sheets_are_pages_and_rows_are_lines() -> None:
         ('numFmtId="22"', "45992.75", "2025-12-01 18:00:00"),
         ('numFmtId="20"', "0.5", "12:00:00"),
         ('numFmtId="14"', "1", "1900-01-01"),
-        ('numFmtId="14"', "99999999999", "99999999999"),
+        ('numFmtId="14"', "99999999999", "#VALUE!"),  # Excel shows no date either
         ('numFmtId="10"', "0.125", "12.50%"),
         ('numFmtId="9"', "0.12", "12%"),
-        ('numFmtId="9"', "1e99", "1e99"),
+        ('numFmtId="9"', "1e99", "1e+99"),
         ('numFmtId="170"', "45992", "2025-12-01"),
         ('numFmtId="171"', "0.0725", "7.3%"),
         ('numFmtId="172"', "1234.5", "1234.5"),
         ('numFmtId="0"', "0.30000000000000004", "0.3"),
-        ('numFmtId="0"', "nan", "nan"),
     ],
 )
 def test_numbers_are_shown_as_their_format_says(form: str, value: str, shown: str) -> None:
@@ -204,7 +218,7 @@ def test_open_document_text() -> None:
     document = read(odf("text", body, styles))
     assert document.format == "odt"
     assert places(document) == [
-        (1, "Birds", "Birds\n\nDucks  swim. [Note: Most do.]\n\n- one\na"),
+        (1, "Birds", "# Birds\n\nDucks swim. [Note: Most do.]\n\n- one\n\n| a |  |\n| --- | --- |"),
         (2, "headers and footers", "Draft"),
     ]
 
