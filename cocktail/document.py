@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,10 +105,10 @@ def read_document(
         UsageError: `pages` does not fit the document.
     """
     sink: Reporter = reporter or SilentReporter()
-    warnings: list[str] = []
+    noted: list[str] = []
 
     def warn(message: str) -> None:
-        warnings.append(message)
+        noted.append(message)
         sink.warn(message)
 
     name = "standard input" if path == "-" else path
@@ -123,7 +124,9 @@ def read_document(
         )
     else:
         is_locked = False
-        file_format, everything = _read_other(data, path, name, sink, warn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # libraries warn of what readers of an answer cannot change
+            file_format, everything = _read_other(data, path, name, sink, warn)
         page_count = len(everything)
         wanted: Iterable[int] = range(1, page_count + 1)
         if pages is not None:
@@ -132,7 +135,7 @@ def read_document(
     _check_text(read, page_count, file_format, name, ocr, warn)
     _check_quality(read, page_count, name, strict, warn)
     digest = hashlib.sha256(data).hexdigest()
-    return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings), is_locked)
+    return Document(path, file_format, digest, tuple(read), page_count, tuple(noted), is_locked)
 
 
 def extractor_version(ocr: bool) -> str:

@@ -1,18 +1,19 @@
 """Word documents (DOCX), which mammoth makes HTML of.
 
-What mammoth does not know is put into the document's XML before: formulas as text, headings by outline level; hidden
-text is taken out. Headers and footers, which it does not read, come last.
+What mammoth does not know is put into the document's XML before: formulas and the numbers of lists as text, headings by
+outline level; hidden text is taken out. Headers and footers, which it does not read, come last.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mammoth
 from lxml import etree
 
-from cocktail.office_xml import name_of, value_of, write_formulas
+from cocktail.docx_numbers import Numbers
+from cocktail.office_xml import child_value, name_of, value_of, whole, write_formulas
 from cocktail.package import Package
 from cocktail.page import Page
 from cocktail.sections import make_pages, markdown_parts
@@ -42,9 +43,11 @@ def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
         hidden += styles.hide(root, word)
         write_formulas(root, word + "ins", word + "r", word + "t")
         if name_of(root) == "document":
-            styles.mark_headings(root, word)
+            styles.mark(root, word, Numbers([each for each in words.values() if name_of(each) == "numbering"]))
         elif name_of(root) in ("hdr", "ftr"):
-            lines = ("".join(text.text or "" for text in line.iter(word + "t")).strip() for line in root.iter(word + "p"))
+            lines = (
+                "".join(text.text or "" for text in line.iter(word + "t")).strip() for line in root.iter(word + "p")
+            )
             # A page's number alone says nothing.
             margins.update(dict.fromkeys(line for line in lines if line and not line.isdigit()))
         package.members[name] = etree.tostring(root)
@@ -61,33 +64,34 @@ def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
 
 def _markdown(html: str, name: str) -> str:
     """What mammoth wrote, as Markdown; notes, which it collects at the end, where they are referred to."""
-    soup = parse_html(html)
+    soup = parse_html(html, name)
     for link in soup.select("sup > a[href]"):
         note = soup.find(id=str(link["href"])[1:]) if _NOTE.match(str(link["href"])) else None
         if note is None:
             continue
         body = note.find_next_sibling("dd") if note.name == "dt" else note
-        kind = "Comment" if note.name == "dt" else f"{str(note['id']).partition('-')[0].capitalize()} {link.text.strip('[]')}"
+        kind = (
+            "Comment"
+            if note.name == "dt"
+            else f"{str(note['id']).partition('-')[0].capitalize()} {link.text.strip('[]')}"
+        )
         text = " ".join(body.get_text(" ").split()).removesuffix("↑").strip() if body else ""
         link.replace_with(f" [{kind}: {text}]")
     for note in soup.select("li[id^=footnote-], li[id^=endnote-], dt[id^=comment-], dt[id^=comment-] + dd"):
         note.decompose()
-    return to_markdown(soup, name)
+    return to_markdown(soup)
 
 
 class _Styles:
-    """What styles say of headings and of hidden text.
+    """What styles say of headings, numbers and hidden text.
 
     Args:
         roots: The members that define them.
     """
 
     def __init__(self, roots: list[etree._Element]) -> None:
-        found = {
-            value_of(style, "styleId") or "": style for root in roots for style in root.iter("{*}style")
-        }
-        self._levels = {name: self._level(found, name) for name in found}
-        self._hidden = {name for name, style in found.items() if any(map(_is_on, style.iterfind("{*}rPr/{*}vanish")))}
+        self._found = {value_of(style, "styleId") or "": style for root in roots for style in root.iter("{*}style")}
+        self._hidden = {name for name in self._found if any(map(_is_on, self._inherited(name, "rPr/{*}vanish")))}
 
     def hide(self, root: etree._Element, word: str) -> int:
         """Empties the runs that Word does not show; returns how many characters they held."""
@@ -96,45 +100,59 @@ class _Styles:
             marks = run.find(word + "rPr")
             if marks is None:
                 continue
-            own, style = marks.find(word + "vanish"), marks.find(word + "rStyle")
-            if _is_on(own) if own is not None else style is not None and value_of(style) in self._hidden:
+            own = marks.find(word + "vanish")
+            if _is_on(own) if own is not None else child_value(marks, "rStyle") in self._hidden:
                 for text in run.findall(word + "t"):
                     count += len(text.text or "")
                     text.text = ""
         return count
 
-    def mark_headings(self, root: etree._Element, word: str) -> None:
-        """Gives headings the styles that `_STYLES` names."""
+    def mark(self, root: etree._Element, word: str, numbers: Numbers) -> None:
+        """Gives headings the styles that `_STYLES` names, and numbered paragraphs their numbers as text."""
         for paragraph in root.iter(word + "p"):
             properties = paragraph.find(word + "pPr")
             if properties is None:
                 continue
-            style, outline = properties.find(word + "pStyle"), properties.find(word + "outlineLvl")
-            level = self._levels.get(value_of(style) or "", 0) if style is not None else 0
-            if outline is not None and (value_of(outline) or "") in "012345678":
-                level = int(value_of(outline) or 0) + 1
-            if level:
-                if style is None:
-                    style = etree.SubElement(properties, word + "pStyle")
+            name = child_value(properties, "pStyle")
+            listed = [*properties.iterfind(word + "numPr"), *self._inherited(name, "pPr/{*}numPr")]
+            number = next((found for each in listed if (found := child_value(each, "numId"))), "")
+            depth = next((found for each in listed if (found := child_value(each, "ilvl"))), "0")
+            if number and "".join(text.text or "" for text in paragraph.iter(word + "t")).strip():
+                self._write_number(paragraph, word, numbers.next(number, whole(depth)))
+            if level := self._level(properties, name):
+                style = properties.find(word + "pStyle")
+                style = etree.SubElement(properties, word + "pStyle") if style is None else style
                 style.set(word + "val", f"CocktailHeading{level}")
 
     @staticmethod
-    def _level(found: dict[str, etree._Element], name: str) -> int:
-        """The level of a heading's style or of one that it is based on, from 1; 0 for other styles."""
-        for _ in range(50):
-            style = found.get(name)
-            if style is None:
-                break
-            outline, title = style.find("{*}pPr/{*}outlineLvl"), style.find("{*}name")
-            words = (value_of(title) or "").lower() if title is not None else ""
-            digit = value_of(outline) if outline is not None else None
-            if digit is not None and len(digit) == 1 and digit in "012345678":
-                return int(digit) + 1
-            if words == "title" or (words.startswith("heading ") and words[8:] in list("123456789")):
-                return 1 if words == "title" else int(words[8:])
-            based = style.find("{*}basedOn")
-            name = (value_of(based) or "") if based is not None else ""
+    def _write_number(paragraph: etree._Element, word: str, number: str) -> None:
+        """Puts a number before a paragraph, which is no item of a list for mammoth from then on."""
+        if number:
+            run = etree.Element(word + "r")
+            etree.SubElement(run, word + "t").text = f"{number} "
+            paragraph.insert(1, run)
+            for each in paragraph[0].findall(word + "numPr"):
+                paragraph[0].remove(each)
+            etree.SubElement(etree.SubElement(paragraph[0], word + "numPr"), word + "numId").set(word + "val", "0")
+
+    def _level(self, properties: etree._Element, name: str) -> int:
+        """The level of a heading, from 1; 0 for other paragraphs."""
+        outlines = (*properties.iterfind("{*}outlineLvl"), *self._inherited(name, "pPr/{*}outlineLvl"))
+        for outline in outlines:
+            return whole(value_of(outline)) + 1 if (value_of(outline) or "") in list("012345678") else 0
+        for title in self._inherited(name, "name"):
+            word, _, digit = (value_of(title) or "").lower().partition(" ")
+            if word in ("title", "heading") and digit in ("", *"123456789"):
+                return 1 if word == "title" else whole(digit)
         return 0
+
+    def _inherited(self, name: str, path: str) -> Iterator[etree._Element]:
+        """What stands at a path of a style, and of those that it is based on."""
+        for _ in range(50):
+            if name not in self._found:
+                break
+            yield from self._found[name].iterfind("{*}" + path)
+            name = child_value(self._found[name], "basedOn")
 
 
 def _is_on(mark: etree._Element) -> bool:

@@ -53,7 +53,7 @@ def read_epub(package: Package, warn: Callable[[str], None]) -> list[Page]:
             missing += 1
             continue
         text = _CLOSED_AT_ONCE.sub(r"<\1\2></\1>", html_text(package.members[member], package.name, warn))
-        parts += markdown_parts(to_markdown(parse_html(text), package.name), titles.get(member, ""))
+        parts += markdown_parts(to_markdown(parse_html(text, package.name)), titles.get(member, ""))
     if missing:
         warn(f"{package.name}: {missing} of its chapters are missing (damaged).")
     return make_pages(parts, "chapter", package.name)
@@ -76,7 +76,8 @@ def _titles(package: Package, opf: str, items: list[etree._Element]) -> dict[str
     for item in items:
         member = _target(opf, item)
         if "nav" in (value_of(item, "properties") or "").split() and member in package.members:
-            for link in parse_html(package.members[member].decode("utf-8", "replace")).select("a[href]"):
+            contents = parse_html(package.members[member].decode("utf-8", "replace"), package.name)
+            for link in contents.select("a[href]"):
                 titles.setdefault(_join(member, str(link["href"])), clean_line(link.get_text()))
     for item in items:
         tree = package.tree(_target(opf, item)) if value_of(item, "media-type") == "application/x-dtbncx+xml" else None

@@ -11,7 +11,7 @@ from copy import deepcopy
 from lxml import etree
 
 from cocktail.errors import DocumentError, EncryptedError
-from cocktail.office_xml import name_of, value_of
+from cocktail.office_xml import name_of, text_of, value_of
 from cocktail.package import DAMAGE_HINT, Package
 from cocktail.page import Page
 from cocktail.sections import CELL_SEPARATOR, make_pages, markdown_parts
@@ -85,7 +85,7 @@ def _prepare(root: etree._Element, hidden_styles: set[str]) -> int:
     for element in list(root.iter(etree.Element)):
         kind, blanks = name_of(element), value_of(element, "c") or "1"
         if kind in ("p", "h", "span") and value_of(element, "style-name") in hidden_styles:
-            hidden += len("".join(element.itertext()))
+            hidden += len(text_of(element))
             element[:], element.text = [], ""
         elif kind in _NOT_SHOWN:
             element[:], element.text = [], ""
@@ -94,7 +94,7 @@ def _prepare(root: etree._Element, hidden_styles: set[str]) -> int:
         elif kind == "tab":
             element.text = "\t"
     for note in list(root.iter("{*}note", "{*}annotation")):
-        lines = (" ".join("".join(line.itertext()).split()) for line in note.iter("{*}p"))
+        lines = (" ".join(text_of(line).split()) for line in note.iter("{*}p"))
         note[:], note.text = [], f" [{_NOTES[name_of(note)]}: {' '.join(lines)}] "
     return hidden
 
@@ -113,10 +113,10 @@ def _markdown(root: etree._Element, name: str) -> str:
             element.tag = f"h{min(int(level), 6)}" if level in list("123456789") else "h1"
         elif kind == "line-break":
             element.tag = "br"
-        elif repeated is not None and repeated.isdigit() and "".join(element.itertext()).strip():
+        elif repeated is not None and repeated.isdigit() and text_of(element).strip():
             for _ in range(min(int(repeated), _MOST_REPEATS) - 1):
                 element.addnext(deepcopy(element))
-    return to_markdown(parse_html(etree.tostring(copy, encoding="unicode", method="html")), name)
+    return to_markdown(parse_html(etree.tostring(copy, encoding="unicode", method="html"), name))
 
 
 def _slides(content: etree._Element, name: str) -> Iterator[tuple[str, str]]:
@@ -124,7 +124,7 @@ def _slides(content: etree._Element, name: str) -> Iterator[tuple[str, str]]:
     for number, slide in enumerate(content.iter("{*}page"), start=1):
         title = value_of(slide, "name") or ""
         for notes in slide.iter("{*}notes"):
-            if "".join(notes.itertext()).strip():
+            if text_of(notes).strip():
                 notes.insert(0, etree.fromstring("<p>Notes:</p>"))
         label = f"{number}: {title}" if title and not title.startswith("page") else str(number)
         yield label, _markdown(slide, name)
@@ -136,7 +136,7 @@ def _rows(sheet: etree._Element) -> Iterator[str]:
         cells: list[str] = []
         for cell in row.iter("{*}table-cell", "{*}covered-table-cell"):
             repeated = value_of(cell, "number-columns-repeated") or "1"
-            text = " ".join(" ".join("".join(line.itertext()) for line in cell.iter("{*}p")).split())
+            text = " ".join(" ".join(text_of(line) for line in cell.iter("{*}p")).split())
             cells += [text] * (min(int(repeated), _MOST_REPEATS) if repeated.isascii() and repeated.isdigit() else 1)
         if line := CELL_SEPARATOR.join(cells).rstrip(" |"):
             yield line

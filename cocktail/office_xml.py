@@ -15,7 +15,23 @@ def name_of(element: etree._Element) -> str:
 
 def value_of(element: etree._Element, name: str = "val") -> str | None:
     """The attribute of a name, whatever its namespace."""
-    return next((value for key, value in element.attrib.items() if key.rpartition("}")[2] == name), None)
+    return next((str(value) for key, value in element.items() if str(key).rpartition("}")[2] == name), None)
+
+
+def child_value(element: etree._Element, child: str) -> str:
+    """The value of a child element; "" where there is none."""
+    found = element.find("{*}" + child)
+    return (value_of(found) or "") if found is not None else ""
+
+
+def whole(text: str | None) -> int:
+    """A small whole number of an attribute; 0 where it is none."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 6 else 0
+
+
+def text_of(element: etree._Element) -> str:
+    """The text of an element and of what is in it."""
+    return "".join(map(str, element.itertext()))
 
 
 def plain_text(root: etree._Element | None, paragraph: str = "p") -> list[str]:
@@ -52,8 +68,8 @@ def _formula(element: etree._Element) -> str:
     name = name_of(element)
     if name == "t":
         return element.text or ""
-    if name == "chr" and name_of(element.getparent()) == "naryPr":
-        return value_of(element) or ""
+    if name == "naryPr":
+        return value_of(sign) or "" if (sign := element.find("{*}chr")) is not None else "∫"
     inner = "".join(_formula(child) for child in element)
     if name in _JOINTS and inner:
         return _JOINTS[name] + (inner if len(inner) == 1 or inner.isalnum() else f"({inner})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from lxml import etree
@@ -17,7 +18,7 @@ from cocktail.sections import CELL_SEPARATOR, make_pages
 _A = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _NUMBERS = (PP_PLACEHOLDER.SLIDE_NUMBER, PP_PLACEHOLDER.DATE)
 # What python-pptx does not read: the kind of part, and the element that holds a line of it.
-_PARTS = {"diagramData": "p", "chart": "v", "comments": "text"}
+_PARTS = {"diagramData": "p", "comments": "text"}
 
 
 def read_pptx(package: Package) -> list[Page]:
@@ -56,6 +57,12 @@ def _shapes(shapes: Iterable[Any]) -> Iterator[str]:
         elif getattr(shape, "has_table", False):
             rows = ([" ".join(cell.text_frame.text.split()) for cell in row.cells] for row in shape.table.rows)
             yield "\n".join(CELL_SEPARATOR.join(row) for row in rows)
+        elif getattr(shape, "has_chart", False):
+            for plot in shape.chart.plots:
+                labels = [str(label) for label in plot.categories]
+                for series in plot.series:
+                    points = zip_longest(labels, series.values, fillvalue="")
+                    yield f"{series.name}: " + ", ".join(f"{label} {value}".strip() for label, value in points)
 
 
 def _show_all(slide: Any) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from bs4 import BeautifulSoup, Comment
+from bs4.builder._lxml import LXMLTreeBuilder
 from bs4.dammit import EncodingDetector
 from markdownify import ATX, MarkdownConverter
 
 from cocktail.errors import DocumentError
 from cocktail.page import Page
-from cocktail.sections import BEGINNING, clean_line, make_pages, markdown_parts
+from cocktail.sections import clean_line, make_pages, markdown_parts
 from cocktail.text_file import CODE_SUFFIXES, decode_text
 
 _MAX_BYTES = 1 << 26
+# markdownify calls itself for each level, Beautiful Soup's time grows with the square of it.
+_MAX_DEPTH = 250
+_PIECE = 1 << 14
 _SNIFFED = 4096
 _SUFFIXES = frozenset((".html", ".htm", ".xhtml", ".xht"))
 _BEGINNING = re.compile(
@@ -29,7 +34,7 @@ _NOT_SHOWN = (
     *("datalist", "annotation", "annotation-xml", "rp"),
 )
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
-_PLAIN = ("a", "img", "b", "strong", "em", "i", "del", "s")
+_PLAIN = ["a", "img", "b", "strong", "em", "i", "del", "s"]
 # What browsers do with files that declare the narrower encoding.
 _WIDER = {"iso-8859-1": "cp1252", "latin1": "cp1252", "gb2312": "gb18030"}
 
@@ -61,9 +66,9 @@ def read_html(data: bytes, name: str, warn: Callable[[str], None]) -> list[Page]
         raise DocumentError(
             f"{name} is {len(data):,} bytes of HTML; {_MAX_BYTES:,} are read.", "Split it into smaller files."
         )
-    soup = parse_html(html_text(data, name, warn))
+    soup = parse_html(html_text(data, name, warn), name)
     title = clean_line(soup.title.get_text()) if soup.title else ""
-    parts = list(markdown_parts(to_markdown(soup, name)))
+    parts = list(markdown_parts(to_markdown(soup)))
     if title and parts[0][1].strip() and not parts[0][1].lstrip("# \n").startswith(title):
         label, text = parts[0]
         parts[0] = (label or title[:60], f"{title}\n\n{text.lstrip()}")
@@ -91,22 +96,31 @@ def html_text(data: bytes, name: str, warn: Callable[[str], None]) -> str:
     return decoded[0]
 
 
-def parse_html(text: str) -> BeautifulSoup:
-    """The tree of a page."""
-    # Lone surrogates cannot be passed on, and a NUL would end the text.
-    return BeautifulSoup(text.encode("utf-8", "replace").decode().replace("\x00", ""), "lxml")
-
-
-def to_markdown(soup: BeautifulSoup, name: str) -> str:
-    """What a page shows.
+def parse_html(text: str, name: str) -> BeautifulSoup:
+    """The tree of a page.
 
     Args:
-        soup: Its tree, of which what is not shown is removed.
+        text: The page.
         name: What messages call it.
 
     Raises:
         DocumentError: It is nested too deep.
     """
+    # Lone surrogates cannot be passed on, and a NUL would end the text.
+    clean = text.encode("utf-8", "replace").decode().replace("\x00", "")
+    if not clean.strip():
+        return BeautifulSoup()
+    try:
+        return BeautifulSoup(clean, builder=_Builder())
+    except RecursionError as error:
+        raise DocumentError(
+            f"{name} nests more than {_MAX_DEPTH} elements, or leaves as many open.",
+            "Open it in a browser, save it as a PDF and ask that.",
+        ) from error
+
+
+def to_markdown(soup: BeautifulSoup) -> str:
+    """What a page shows; the rest is removed from its tree."""
     for element in soup(_NOT_SHOWN):
         element.decompose()
     for element in soup.select("[hidden], [style]"):
@@ -123,12 +137,7 @@ def to_markdown(soup: BeautifulSoup, name: str) -> str:
         escape_underscores=False,
         table_infer_header=True,
     )
-    try:
-        return str(converter.convert_soup(soup))
-    except RecursionError as error:
-        raise DocumentError(
-            f"{name} is nested too deep.", "Open it in a browser, save it as a PDF and ask that."
-        ) from error
+    return str(converter.convert_soup(soup))
 
 
 def _open_layouts(soup: BeautifulSoup) -> None:
@@ -142,11 +151,28 @@ def _open_layouts(soup: BeautifulSoup) -> None:
                     element.name = "div"
 
 
-class _Converter(MarkdownConverter):  # type: ignore[misc]
+class _Builder(LXMLTreeBuilder):
+    """lxml, stopped where elements lie too deep."""
+
+    def feed(self, markup: str | bytes) -> None:
+        """Parses a page in pieces: an error ends only the piece in which it is raised."""
+        self.parser = self.parser_for(None)
+        for at in range(0, len(markup), _PIECE):
+            self.parser.feed(markup[at : at + _PIECE])
+        self.parser.close()
+
+    def start(self, tag: Any, attrib: Any, nsmap: Any = MappingProxyType({})) -> None:
+        """Begins an element."""
+        if self.soup is not None and len(self.soup.tagStack) > _MAX_DEPTH:
+            raise RecursionError
+        super().start(tag, attrib, nsmap)
+
+
+class _Converter(MarkdownConverter):
     """Markdown as markdownify writes it, with the blocks of a cell apart."""
 
     def convert_td(self, element: Any, text: str, parent_tags: set[str]) -> str:
         """A cell: its blocks on one line."""
-        return str(super().convert_td(element, " ".join(text.split()), parent_tags))
+        return str(super().convert_td(element, " ".join(text.split()), parent_tags))  # type: ignore[misc]
 
     convert_th = convert_td

@@ -122,7 +122,8 @@ def fuzz(files: list[tuple[str, bytes]], count: int, seed: int, seconds: float) 
         except CocktailError as error:
             if "\n" in error.message:
                 raise AssertionError(f"{name}, seed {seed}, number {index}: {error.message!r}") from error
-            outcome = type(error).__name__
+            cause = f" ({type(error.__cause__).__name__})" if error.__cause__ else ""
+            outcome = type(error).__name__ + cause
         except Exception as error:
             raise AssertionError(f"{name}, seed {seed}, number {index}: {type(error).__name__}: {error}") from error
         finally:

@@ -36,7 +36,10 @@ def test_headings_part_a_web_page() -> None:
         ("<ol start=3><li>a<li>b</ol>", "3. a\n4. b"),
         ("<table><tr><th>x<th>y<tr><td>1<td><td>3</table>", "| x | y |\n| --- | --- |\n| 1 |  | 3 |"),
         ("<table><tr><td><p>a<p>b<td>c<tr><td>d", "| a b | c |\n| --- | --- |\n| d |"),
-        ("<table><tr><td>1<td><table><tr><td>in<td>side</table><td>3</table>", "1\n\n| in | side |\n| --- | --- |\n\n3"),
+        (
+            "<table><tr><td>1<td><table><tr><td>in<td>side</table><td>3</table>",
+            "1\n\n| in | side |\n| --- | --- |\n\n3",
+        ),
         ("<script>x()</script><style>p{}</style><p hidden>h<p style='display: none'>n<p>seen", "seen"),
         ("<p>seen<noscript>n</noscript><template><p>t</template>", "seen"),
         ("a<div>b</div>c<hr>d", "a\n\nb\n\nc\n\n---\n\nd"),
