@@ -117,23 +117,24 @@ class _Styles:
             listed = [*properties.iterfind(word + "numPr"), *self._inherited(name, "pPr/{*}numPr")]
             number = next((found for each in listed if (found := child_value(each, "numId"))), "")
             depth = next((found for each in listed if (found := child_value(each, "ilvl"))), "0")
-            if number and "".join(text.text or "" for text in paragraph.iter(word + "t")).strip():
-                self._write_number(paragraph, word, numbers.next(number, whole(depth)))
-            if level := self._level(properties, name):
+            has_text = any((text.text or "").strip() for text in paragraph.iter(word + "t"))
+            is_numbered = has_text and self._write_number(paragraph, word, numbers.next(number, whole(depth)))
+            level = self._level(properties, name)
+            if level or is_numbered:
                 style = properties.find(word + "pStyle")
                 style = etree.SubElement(properties, word + "pStyle") if style is None else style
-                style.set(word + "val", f"CocktailHeading{level}")
+                style.set(word + "val", f"CocktailHeading{level}" if level else "CocktailText")
 
     @staticmethod
-    def _write_number(paragraph: etree._Element, word: str, number: str) -> None:
-        """Puts a number before a paragraph, which is no item of a list for mammoth from then on."""
+    def _write_number(paragraph: etree._Element, word: str, number: str) -> bool:
+        """Puts a number before a paragraph, which is no item of a list from then on; returns whether there is one."""
         if number:
             run = etree.Element(word + "r")
             etree.SubElement(run, word + "t").text = f"{number} "
             paragraph.insert(1, run)
             for each in paragraph[0].findall(word + "numPr"):
                 paragraph[0].remove(each)
-            etree.SubElement(etree.SubElement(paragraph[0], word + "numPr"), word + "numId").set(word + "val", "0")
+        return bool(number)
 
     def _level(self, properties: etree._Element, name: str) -> int:
         """The level of a heading, from 1; 0 for other paragraphs."""

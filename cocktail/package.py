@@ -26,6 +26,7 @@ _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError, LookupError),
     *(OverflowError, lzma.LZMAError, struct.error),
 )
+_PARSER = etree.XMLParser(resolve_entities=False, no_network=True, recover=True, huge_tree=True)
 _XML = (".xml", ".rels", ".opf", ".ncx")
 _READ = (*_XML, ".html", ".htm", ".xhtml")
 
@@ -87,7 +88,7 @@ class Package:
 
     def tree(self, member: str) -> etree._Element | None:
         """The root of a member's XML; None where there is none."""
-        return etree.fromstring(self.members[member], _parser()) if self.members.get(member) else None
+        return etree.fromstring(self.members[member], _PARSER) if self.members.get(member) else None
 
     def _sound(self, member: str, body: bytes) -> bytes:
         """A member whose XML is repaired if it is damaged."""
@@ -102,7 +103,7 @@ class Package:
             reason = f"{member}: {_reason(error)}"
         self.damage = self.damage or reason
         self._warn(f"{self.name} is damaged ({reason}); text may be missing.")
-        root = etree.fromstring(body, _parser(recover=True))
+        root = etree.fromstring(body, _PARSER)
         return b"" if root is None else etree.tostring(root)
 
     def _refuse(self, *_: object) -> None:
@@ -117,10 +118,6 @@ def damaged(name: str, reason: BaseException | str) -> DocumentError:
         reason: What is wrong, or what a library raised.
     """
     return DocumentError(f"{name} is damaged: {_reason(reason)}.", DAMAGE_HINT)
-
-
-def _parser(*, recover: bool = False) -> etree.XMLParser:
-    return etree.XMLParser(resolve_entities=False, no_network=True, recover=recover, huge_tree=True)
 
 
 def _reason(error: BaseException | str) -> str:

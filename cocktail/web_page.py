@@ -21,6 +21,8 @@ from cocktail.text_file import CODE_SUFFIXES, decode_text
 _MAX_BYTES = 1 << 26
 # markdownify calls itself for each level, Beautiful Soup's time grows with the square of it.
 _MAX_DEPTH = 250
+# 150,000 tables of a row (10 MB, 900,000 elements) took 50 s and 1 GB here.
+_MAX_ELEMENTS = 1_000_000
 _PIECE = 1 << 14
 _SNIFFED = 4096
 _SUFFIXES = frozenset((".html", ".htm", ".xhtml", ".xht"))
@@ -104,7 +106,7 @@ def parse_html(text: str, name: str) -> BeautifulSoup:
         name: What messages call it.
 
     Raises:
-        DocumentError: It is nested too deep.
+        DocumentError: It holds too many elements, or nests them too deep.
     """
     # Lone surrogates cannot be passed on, and a NUL would end the text.
     clean = text.encode("utf-8", "replace").decode().replace("\x00", "")
@@ -112,11 +114,8 @@ def parse_html(text: str, name: str) -> BeautifulSoup:
         return BeautifulSoup()
     try:
         return BeautifulSoup(clean, builder=_Builder())
-    except RecursionError as error:
-        raise DocumentError(
-            f"{name} nests more than {_MAX_DEPTH} elements, or leaves as many open.",
-            "Open it in a browser, save it as a PDF and ask that.",
-        ) from error
+    except OverflowError as error:
+        raise DocumentError(f"{name} {error}.", "Open it in a browser, save it as a PDF and ask that.") from error
 
 
 def to_markdown(soup: BeautifulSoup) -> str:
@@ -152,7 +151,9 @@ def _open_layouts(soup: BeautifulSoup) -> None:
 
 
 class _Builder(LXMLTreeBuilder):
-    """lxml, stopped where elements lie too deep."""
+    """lxml, stopped where there are too many elements or they lie too deep."""
+
+    _count = 0
 
     def feed(self, markup: str | bytes) -> None:
         """Parses a page in pieces: an error ends only the piece in which it is raised."""
@@ -163,8 +164,11 @@ class _Builder(LXMLTreeBuilder):
 
     def start(self, tag: Any, attrib: Any, nsmap: Any = MappingProxyType({})) -> None:
         """Begins an element."""
+        self._count += 1
+        if self._count > _MAX_ELEMENTS:
+            raise OverflowError(f"holds over {_MAX_ELEMENTS:,} elements")
         if self.soup is not None and len(self.soup.tagStack) > _MAX_DEPTH:
-            raise RecursionError
+            raise OverflowError(f"nests more than {_MAX_DEPTH} elements, or leaves as many open")
         super().start(tag, attrib, nsmap)
 
 

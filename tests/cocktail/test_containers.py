@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cocktail import containers, sections
+from cocktail import containers, sections, web_page
 from cocktail.answer import Citation
 from cocktail.cli.output import Output
 from cocktail.cli.render import Display, TerminalReporter
@@ -189,6 +189,12 @@ def test_deeply_nested_html_takes_no_time(unit: str) -> None:
     with pytest.raises(DocumentError, match="nests more than 250 elements"):
         read(b"<html>" + unit.encode() * 100_000)
     assert time.perf_counter() - began < 2
+
+
+def test_html_of_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_page, "_MAX_ELEMENTS", 1000)
+    with pytest.raises(DocumentError, match="over 1,000 elements"):
+        read(b"<html>" + b"<p>a" * 1001)
 
 
 # What reaches a terminal
