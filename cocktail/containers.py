@@ -52,15 +52,16 @@ def read_container(
         warn(f"{name} is named like a {suffix.upper()} file but is {kind}; read as that.")
     most = MAX_STREAMED_BYTES if file_format == "xlsx" else MAX_UNPACKED_BYTES
     with reporter.stage("parse", unit="bytes") as advance:
-        package = Package(data, name, warn, advance, most)
+        package: Package | None = None
         try:
+            package = Package(data, name, warn, advance, most)
             pages = _read(package, file_format, kind, warn)
         except CocktailError:
             raise
         except MemoryError as error:
             raise DocumentError(f"{name} takes more memory than there is.", "Split it into smaller files.") from error
         except Exception as error:  # what a library raises of a damaged file may be anything
-            reason = package.damage or f"{type(error).__name__}: {error}"
+            reason = (package and package.damage) or f"{type(error).__name__}: {error}"
             raise damaged(f"{name}, {kind},", reason) from error
     if package.damage is not None and not any(page.text.strip() for page in pages):
         raise damaged(f"{name}, {kind},", package.damage)

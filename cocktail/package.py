@@ -6,10 +6,7 @@ They get a file whose sizes are what they say, whose XML is sound and defines no
 from __future__ import annotations
 
 import io
-import lzma
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from xml.parsers import expat
 
@@ -22,10 +19,6 @@ from cocktail.errors import DocumentError, EncryptedError
 MAX_STREAMED_BYTES = 1 << 29
 MAX_UNPACKED_BYTES = 1 << 26
 DAMAGE_HINT = "Fetch it again, or open it in the program that made it and save it anew."
-_DAMAGE = (
-    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError, LookupError),
-    *(OverflowError, lzma.LZMAError, struct.error),
-)
 _PARSER = etree.XMLParser(resolve_entities=False, no_network=True, recover=True, huge_tree=True)
 _XML = (".xml", ".rels", ".opf", ".ncx")
 _READ = (*_XML, ".html", ".htm", ".xhtml")
@@ -42,8 +35,9 @@ class Package:
         most: Bytes that may be unpacked.
 
     Raises:
-        DocumentError: It is damaged, too large, or defines entities.
+        DocumentError: It is too large, or defines entities.
         EncryptedError: It is encrypted.
+        Exception: It is damaged; see `damaged`.
     """
 
     def __init__(
@@ -53,29 +47,26 @@ class Package:
         self.damage: str | None = None
         self.members: dict[str, bytes] = {}
         left = most
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                for item in archive.infolist():
-                    member = item.filename.replace("\\", "/").lstrip("/")
-                    if not member.lower().endswith(_READ):
-                        self.members[member] = b""
-                        continue
-                    if item.flag_bits & 1:
-                        raise EncryptedError(
-                            f"{name} is encrypted, and this version opens no encrypted ZIP file.",
-                            "Save it without a password, then ask that.",
-                        )
-                    with archive.open(item) as stream:
-                        body = stream.read(left + 1)
-                    left -= len(body)
-                    if left < 0:
-                        raise DocumentError(
-                            f"{name} unpacks to over {most:,} bytes of text and markup.", "Split it into smaller files."
-                        )
-                    advance(len(body))
-                    self.members[member] = self._sound(member, body)
-        except _DAMAGE as error:
-            raise damaged(name, error) from error
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for item in archive.infolist():
+                member = item.filename.replace("\\", "/").lstrip("/")
+                if not member.lower().endswith(_READ):
+                    self.members[member] = b""
+                    continue
+                if item.flag_bits & 1:
+                    raise EncryptedError(
+                        f"{name} is encrypted, and this version opens no encrypted ZIP file.",
+                        "Save it without a password, then ask that.",
+                    )
+                with archive.open(item) as stream:
+                    body = stream.read(left + 1)
+                left -= len(body)
+                if left < 0:
+                    raise DocumentError(
+                        f"{name} unpacks to over {most:,} bytes of text and markup.", "Split it into smaller files."
+                    )
+                advance(len(body))
+                self.members[member] = self._sound(member, body)
 
     def packed(self) -> io.BytesIO:
         """The members in a ZIP file without compression."""
@@ -103,7 +94,10 @@ class Package:
             reason = f"{member}: {_reason(error)}"
         self.damage = self.damage or reason
         self._warn(f"{self.name} is damaged ({reason}); text may be missing.")
-        root = etree.fromstring(body, _PARSER)
+        try:
+            root = etree.fromstring(body, _PARSER)
+        except etree.XMLSyntaxError:
+            return b""
         return b"" if root is None else etree.tostring(root)
 
     def _refuse(self, *_: object) -> None:
