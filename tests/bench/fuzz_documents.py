@@ -23,9 +23,10 @@ from pathlib import Path
 
 from cocktail.document import read_document
 from cocktail.errors import CocktailError
+from tests.cocktail.office_files import whole_pptx, whole_xlsx
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "documents"
-FORMATS = ("docx", "epub", "html", "md", "odt", "txt")
+FORMATS = ("docx", "epub", "html", "md", "odt", "pptx", "txt", "xlsx")
 _MOST_BYTES = 500_000
 # What turns one construct into another where single bytes would only spoil a name.
 _PIECES = (
@@ -89,9 +90,11 @@ def mutate_file(body: bytes, chance: random.Random) -> bytes:
 
 
 def originals(folder: Path, formats: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """The names and bytes of files to damage; large ones would take the time of many small ones."""
+    """The names and bytes of files to damage, some made here; large ones would take the time of many small ones."""
     paths = [path for kind in formats for path in sorted((folder / kind).glob("*"))]
-    return [(path.name, path.read_bytes()) for path in paths if path.stat().st_size <= _MOST_BYTES]
+    found = [(path.name, path.read_bytes()) for path in paths if path.stat().st_size <= _MOST_BYTES]
+    made = (("made.pptx", whole_pptx), ("made.xlsx", whole_xlsx))
+    return found + [(name, make()) for name, make in made if name[-4:] in formats]
 
 
 def fuzz(files: list[tuple[str, bytes]], count: int, seed: int, seconds: float) -> Tally:

@@ -1,7 +1,7 @@
 """Reads a large document of a format, in a process of its own: `python tests/bench/large_documents.py docx`.
 
-docx: a million words in 100,000 paragraphs. xlsx: a million numbers in 100,000 rows. html: 150,000 paragraphs, each with
-a table.
+docx: a million words in 100,000 paragraphs. xlsx: a million numbers in 100,000 rows. html: 150,000 paragraphs and
+tables.
 """
 
 from __future__ import annotations

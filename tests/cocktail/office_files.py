@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import io
 import zipfile
+from datetime import date
+
+import openpyxl
+from openpyxl.comments import Comment
+from pptx import Presentation
+from pptx.chart.data import CategoryChartData
+from pptx.enum.chart import XL_CHART_TYPE
+from pptx.util import Inches
 
 _W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _A = "http://schemas.openxmlformats.org/drawingml/2006/main"
@@ -171,3 +179,33 @@ def odf(kind: str, body: str, styles: str = "", manifest: str = "") -> bytes:
             "META-INF/manifest.xml": f"<manifest:manifest{_ODF_SPACES}>{manifest}</manifest:manifest>",
         }
     )
+
+
+def whole_pptx() -> bytes:
+    """A presentation as a program writes it, with a table, a chart and notes."""
+    presentation, size = Presentation(), Inches(2)
+    slide = presentation.slides.add_slide(presentation.slide_layouts[1])
+    slide.shapes.title.text, slide.placeholders[1].text = "Sales", "up\ndown"
+    table = slide.shapes.add_table(1, 2, 0, 0, size, size).table
+    table.cell(0, 0).text, table.cell(0, 1).text = "Q1", "10"
+    chart = CategoryChartData()
+    chart.categories = ["East", "West"]
+    chart.add_series("Cars", (1.5, 2.5))
+    slide.shapes.add_chart(XL_CHART_TYPE.BAR_CLUSTERED, 0, 0, size, size, chart)
+    slide.notes_slide.notes_text_frame.text = "Smile."
+    buffer = io.BytesIO()
+    presentation.save(buffer)
+    return buffer.getvalue()
+
+
+def whole_xlsx() -> bytes:
+    """A workbook as a program writes it, with a date, a percentage, a formula without its value and a comment."""
+    book = openpyxl.Workbook()
+    sheet = book.active
+    assert sheet is not None
+    sheet.append(["Car", 0.125, date(2026, 1, 31), "=SUM(B1:B1)"])
+    sheet["B1"].number_format = "0.0%"
+    sheet["A1"].comment = Comment("Whose?", "Ann")
+    buffer = io.BytesIO()
+    book.save(buffer)
+    return buffer.getvalue()

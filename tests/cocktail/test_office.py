@@ -6,7 +6,7 @@ import pytest
 
 from cocktail.document import Document, read_document
 from cocktail.errors import UsageError
-from tests.cocktail.office_files import HEADING_STYLES, docx, odf, paragraph, pptx, shape, xlsx
+from tests.cocktail.office_files import HEADING_STYLES, docx, odf, paragraph, pptx, shape, whole_pptx, whole_xlsx, xlsx
 
 
 def read(data: bytes, path: str = "in.bin", pages: str | None = None) -> Document:
@@ -163,7 +163,19 @@ def test_slide_groups_and_shapes_in_two_forms() -> None:
     )
 
 
+def test_presentation_with_a_chart() -> None:
+    text = "Sales\n\nup\ndown\n\nQ1 | 10\n\nCars: East 1.5, West 2.5\n\nNotes: Smile."
+    assert places(read(whole_pptx())) == [(1, "1: Sales", text)]
+
+
 # Excel
+
+
+def test_workbook_as_a_program_writes_it() -> None:
+    assert places(read(whole_xlsx())) == [
+        (1, "Sheet", "Car | 12.5% | 2026-01-31 | =SUM(B1:B1)"),
+        (2, "comments and text boxes", "Comment on A1: Whose?"),
+    ]
 
 
 def test_sheets_are_pages_and_rows_are_lines() -> None:
