@@ -21,7 +21,7 @@ from cocktail.text_file import CODE_SUFFIXES, decode_text
 _MAX_BYTES = 1 << 26
 # markdownify calls itself for each level, Beautiful Soup's time grows with the square of it.
 _MAX_DEPTH = 250
-# `tests/bench/large_documents.py html` has 900,000: 55 s and 924 MiB.
+# `python -m tests.bench.large_documents html` has 900,000: 55 s and 924 MiB.
 _MAX_ELEMENTS = 1_000_000
 _PIECE = 1 << 14
 _SNIFFED = 4096

@@ -1,4 +1,4 @@
-"""Damages documents at random and reads them: `python tests/bench/fuzz_documents.py --count 5000`.
+"""Damages documents at random and reads them: `python -m tests.bench.fuzz_documents --count 5000`.
 
 Every file must give its text or a `CocktailError`, within the time and the memory given. Half of the files in ZIP
 containers are damaged in a member and packed anew, or checksums would refuse nearly all of them. A read that hangs in a

@@ -1,4 +1,4 @@
-"""Reads a large document of a format, in a process of its own: `python tests/bench/large_documents.py docx`.
+"""Reads a large document of a format, in a process of its own: `python -m tests.bench.large_documents docx`.
 
 docx: a million words in 100,000 paragraphs. xlsx: a million numbers in 100,000 rows. html: 150,000 paragraphs and
 tables.
