@@ -14,8 +14,8 @@ from lxml import etree
 
 from cocktail.errors import DocumentError, EncryptedError
 
-# What is unpacked of one document. A million rows of a sheet, read as a stream, are 100 to 500 MB; other formats are read
-# as trees, 12 MB (`python -m tests.bench.large_documents docx`) in 28 s and 522 MiB.
+# What is unpacked of one document. A million rows of a sheet, read as a stream, are 100 to 500 MB; other formats are
+# read as trees, 12 MB (`python -m tests.bench.large_documents docx`) in 28 s and 522 MiB.
 MAX_STREAMED_BYTES = 1 << 29
 MAX_UNPACKED_BYTES = 1 << 26
 DAMAGE_HINT = "Fetch it again, or open it in the program that made it and save it anew."

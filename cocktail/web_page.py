@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bs4 import BeautifulSoup, Comment
-from bs4.builder._lxml import LXMLTreeBuilder
+from bs4.builder import LXMLTreeBuilder  # type: ignore[attr-defined]
 from bs4.dammit import EncodingDetector
 from markdownify import ATX, MarkdownConverter
 
