@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cocktail.errors import UsageError
 
@@ -78,6 +79,11 @@ class Config:
     def drafted_tokens(self) -> int:
         """Tokens that are drafted at a time, at most."""
         return 0 if self.draft == "off" or self.max_tokens < 3 else self.draft_max
+
+    def with_policy(self, policy: str, **changes: Any) -> Config:
+        """As this one, the KV cache held by a policy; a budget for it is one of `cocktail` alone."""
+        budget = self.kv_budget if policy == "cocktail" else None
+        return replace(self, kv=policy, kv_budget=budget, **changes)
 
     def __post_init__(self) -> None:
         def check(ok: bool, flag: str, value: object, need: str) -> None:

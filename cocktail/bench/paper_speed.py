@@ -34,7 +34,7 @@ def measure_speed(benchmark: PaperBenchmark, dataset: str, config: Config, repor
     experiment = benchmark.experiment
     # The ablations are of the paper's rule; where policies are compared, each is itself.
     names = tuple(row.variant for row in experiment.rows if row.variant is not None)
-    config = replace(config, kv=PAPER_POLICY if UNORDERED in names else "cocktail")
+    config = config.with_policy(PAPER_POLICY if UNORDERED in names else "cocktail")
     runs = _runs_of(benchmark, config, reporter)
     request, about = _request(benchmark, dataset, max(experiment.lengths), runs)
     rounds = [(length, number) for number in range(experiment.repeats) for length in experiment.lengths]
@@ -81,7 +81,7 @@ def measure_batches(benchmark: PaperBenchmark, dataset: str, config: Config, rep
 
     def measure(policy: str) -> Record:
         batches = BatchBenchmark(DEFAULT_WIDTHS, 1, benchmark.threads)
-        found = bench_batch(request, batches, replace(config, kv=policy), SilentReporter())
+        found = bench_batch(request, batches, config.with_policy(policy), SilentReporter())
         if found.partial:
             raise KeyboardInterrupt
         kept = ("tokens_per_second", "shared_bytes", "own_bytes", "reason")

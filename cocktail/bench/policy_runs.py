@@ -122,7 +122,7 @@ class PolicyRuns:
         """The ordinary plan of a run with this policy, whose unquantized KV is kept for the next one."""
         rule, config, reading = self._rule(policy), self._config, self._reading
         own: dict[str, Any] = {"alpha": rule.alpha, "beta": rule.beta}
-        config = replace(config, kv=rule.kv, **{name: value for name, value in own.items() if value is not None})
+        config = config.with_policy(rule.kv, **{name: value for name, value in own.items() if value is not None})
         if rule.shuffled:
             reading = shuffled(reading, self._comparison.seed)
         job = plan_job(reading, config, SilentReporter())

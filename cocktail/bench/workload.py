@@ -41,7 +41,7 @@ class Workload:
         Raises:
             BudgetError: It needs more memory than there is.
         """
-        return plan_job(self.reading, replace(self.config, kv=policy), reporter)
+        return plan_job(self.reading, self.config.with_policy(policy), reporter)
 
     def short(self) -> Workload:
         """The start of this workload, with every precision in its plan, to warm up on."""

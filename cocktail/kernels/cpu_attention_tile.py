@@ -184,9 +184,12 @@ def read_key_scales(dim: Any, row: Any, at: Any, scale: Any, zero: Any) -> None:
     first = at * 8 * len(dim)
     if load_i64(row, columns.K_RANGE):
         r = load_i64(row, columns.K_RANGE) + 8 * at
-        for d in range(8 * len(dim)):
-            store_f32(scale, d, load_u8_as_f32(k_scale, first + d) * load_f16(r, 0) + load_f16(r, 1))
-            store_f32(zero, d, load_u8_as_f32(k_zero, first + d) * load_f16(r, 2) + load_f16(r, 3))
+        # Read here: the compiler does not know that what is stored below is not these.
+        a, b, c, d = load_f16(r, 0), load_f16(r, 1), load_f16(r, 2), load_f16(r, 3)
+        for i in range(8 * len(dim)):
+            store_f32(scale, i, load_u8_as_f32(k_scale, first + i) * a + b)
+        for i in range(8 * len(dim)):
+            store_f32(zero, i, load_u8_as_f32(k_zero, first + i) * c + d)
     else:
         read_halves(dim, k_scale + 2 * first, 1, scale)
         if k_zero:
@@ -223,10 +226,11 @@ def read_value_scales(
         times, plus, first = scale + 4 * g * stride, zero + 4 * g * stride, token * groups + g
         if v_range:
             r = v_range + 8 * block
+            a, b, c, d = load_f16(r, 0), load_f16(r, 1), load_f16(r, 2), load_f16(r, 3)
             for t in range(tokens):
-                at = first + t * groups
-                store_f32(times, t, load_u8_as_f32(v_scale, at) * load_f16(r, 0) + load_f16(r, 1))
-                store_f32(plus, t, load_u8_as_f32(v_zero, at) * load_f16(r, 2) + load_f16(r, 3))
+                store_f32(times, t, load_u8_as_f32(v_scale, first + t * groups) * a + b)
+            for t in range(tokens):
+                store_f32(plus, t, load_u8_as_f32(v_zero, first + t * groups) * c + d)
         else:
             # Those of one group lie side by side.
             vectors = tokens // LANES if groups == 1 else 0

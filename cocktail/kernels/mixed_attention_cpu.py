@@ -88,6 +88,7 @@ def attend_blocks_few(
     added = np.zeros((num_rows, head_dim), np.float32)
     k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
     blocks, part = max(1, FEW_TILE // block_size), min(block_size, FEW_TILE)
+    folded = np.int64(-1)
     for start in range(first, last, blocks):
         stop = min(start + blocks, last)
         for offset in range(first_token, last_token, part):
@@ -98,7 +99,10 @@ def attend_blocks_few(
                 if k_bits != UNQUANTIZED:
                     scale_row = load_i32(scale_index, block) if scale_index else physical
                     scale_row += head * load_i64(row, columns.NUM_SCALES)
-                    fold_key_scale(dim, row, scale_row, query, scaled, bias, scale, zero)
+                    # Blocks that share scales follow one another.
+                    if scale_row != folded:
+                        fold_key_scale(dim, row, scale_row, query, scaled, bias, scale, zero)
+                        folded = scale_row
                 for m in range(0, num_rows, len(few)):
                     score_few(dim, few, k_kind, scaled[m:], bias[m:], key_rows, token, count, scores[m:], at)
             tokens = (stop - start) * count

@@ -317,3 +317,9 @@ def test_a_number_of_thousands_of_digits_is_wrong_usage(value: str) -> None:
 )
 def test_text_is_read_as_utf8(text: str, read: str) -> None:
     assert as_utf8(text) == read
+
+
+def test_a_benchmark_s_other_policies_have_no_budget() -> None:
+    config = Config(model="a", kv_budget=KvBudget(share=0.25), max_tokens=7)
+    assert config.with_policy("fp16", alpha=0.5) == Config(model="a", kv="fp16", alpha=0.5, max_tokens=7)
+    assert config.with_policy("cocktail") == config

@@ -20,6 +20,7 @@ from cocktail.batch_cache import BatchCache
 from cocktail.bit_plan import DEFAULT_WIDTHS, EVIDENCE_SHARE, FULL, SPAN, BitPlan, Widths, plan_bits
 from cocktail.block_pool import BlockPool, shared_bytes
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, planned_bytes
+from cocktail.kernels.hadamard import hadamard_
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import StoredContext, extend, prefill
 from cocktail.rotation import rotation
@@ -317,3 +318,18 @@ def test_the_shipped_sensitivity_is_of_the_default_model(smollm2_folder: Path, t
     assert known_sensitivity(smollm2_folder, 30) is not None
     assert known_sensitivity(smollm2_folder, 12) is None
     assert known_sensitivity(tmp_path, 30) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+def test_rows_rotate_in_place_as_by_the_matrix_whatever_rows_are_beside_them(head_dim: int, dtype: torch.dtype) -> None:
+    matrix = rotation(head_dim, torch.float64, torch.device("cpu"))
+    held = torch.randn((3, 1100, head_dim + 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+    before, x = held.clone(), held[:, 2:1098, 2 : head_dim + 2]
+    assert hadamard_(x, matrix.to(dtype)) is x
+    expected = before[:, 2:1098, 2 : head_dim + 2].double() @ matrix
+    torch.testing.assert_close(x.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    one = before[2:, 700:701, 2 : head_dim + 2].clone()
+    assert torch.equal(hadamard_(one, matrix.to(dtype)), x[2:, 698:699])
+    x.copy_(before[:, 2:1098, 2 : head_dim + 2])
+    assert torch.equal(held, before)
