@@ -7,10 +7,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cocktail.answer import Answer
+from cocktail.answer import Answer, CacheStats
 from cocktail.chunk import tokenize_document
 from cocktail.config import Config
 from cocktail.document import Document, read_document
+from cocktail.errors import UsageError
 from cocktail.out_of_memory import memory_errors
 from cocktail.report import Recorder, Reporter
 from cocktail.stopwatch import Stopwatch
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class Request:
     """What is asked about what; `data` holds the document's bytes where they are not in a file, as for "-".
 
-    `alike` refuses questions that would not all be answered as each would be alone.
+    `alike` refuses questions that would not all be answered as each would be alone. `others` are files that are read
+    after the first as parts of one document, of which nothing is kept on disk.
     """
 
     document: str
@@ -39,11 +41,16 @@ class Request:
     password: str | None = None
     strict: bool = False
     alike: bool = False
+    others: tuple[str, ...] = ()
 
     def read_kept(self, config: Config, reporter: Reporter) -> KeptDocument:
         """As `read`, from the user's store if it is there."""
         from cocktail.kept_context import KeptDocument
 
+        if self.others:
+            # What is kept of a file is removed by its name, and this would be kept under several.
+            joint, stats = self.read(reporter, config.ocr), CacheStats(reason="several documents are not kept")
+            return KeptDocument(joint, None, stats, "exact")
         return KeptDocument.read(
             self.document,
             config,
@@ -64,14 +71,24 @@ class Request:
         Raises:
             CocktailError: It cannot be read, or not as asked.
         """
-        return read_document(
-            self.document,
-            data=self.data,
-            pages=self.pages,
-            password=self.password,
-            strict=self.strict,
-            ocr=ocr,
-            reporter=reporter,
+        from cocktail.joint_document import join_documents
+
+        if self.others and self.pages is not None:
+            raise UsageError("--pages goes with one document.", "Leave it out, or ask one document at a time.")
+        sources = [(self.document, self.data), *((path, None) for path in self.others)]
+        return join_documents(
+            [
+                read_document(
+                    path,
+                    data=data,
+                    pages=self.pages,
+                    password=self.password,
+                    strict=self.strict,
+                    ocr=ocr,
+                    reporter=reporter,
+                )
+                for path, data in sources
+            ]
         )
 
 

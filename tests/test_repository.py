@@ -145,7 +145,8 @@ def test_imported_libraries_are_declared() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     declared = set(re.findall(r'^    "([a-z0-9-]+)[><=;]', pyproject, re.MULTILINE))
     tops = {name.partition(".")[0] for path in SOURCES for name in imports(ast.parse(path.read_bytes()))}
-    libraries = tops - set(sys.stdlib_module_names) - {"cocktail"}
+    renamed = {"bs4": "beautifulsoup4", "pptx": "python-pptx"}
+    libraries = {renamed.get(name, name) for name in tops - set(sys.stdlib_module_names) - {"cocktail"}}
     assert {name.replace("_", "-") for name in libraries} <= declared
 
 

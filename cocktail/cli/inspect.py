@@ -157,7 +157,13 @@ def inspection_json(inspection: Inspection, warnings: Sequence[str]) -> dict[str
             "characters": len(document.text),
         },
         "pages": [
-            {"page": page.number, "page_label": page.label, "characters": len(page.text), "quality": page.quality}
+            {
+                "page": page.number,
+                "page_label": page.label,
+                "unit": page.unit,
+                "characters": len(page.text),
+                "quality": page.quality,
+            }
             for page in document.pages
         ],
         "question": first["question"] if first else None,
@@ -229,12 +235,12 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     rows = [(str(page.number), page.label, f"{len(page.text):,}", f"{page.quality:.2f}") for page in document.pages]
     tail = len(tokenized.token_ids) - tokenized.remainder_start
     lines = [
-        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, 'page')}, "
+        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, document.unit)}, "
         f"{len(document.text):,} characters",
         f"{len(tokenized.token_ids):,} tokens: {len(tokenized.chunks):,} chunks of {tokenized.chunk_size}"
         + (f" and {tail} more" if tail else ""),
         "",
-        aligned(("page", "label", "characters", "quality"), rows),
+        aligned((document.unit, "label", "characters", "quality"), rows),
     ]
     for asked in inspection.questions:
         heading = [one_line(asked.question)] if len(inspection.questions) > 1 else []
@@ -267,4 +273,4 @@ def _question_lines(inspection: Inspection, asked: InspectedQuestion, width: int
         for position in best
     ]
     strip = heat_strip(scores, precisions, width, colored=colored)
-    return [*lines, *strip, "", aligned(("score", "kept", "page", "text"), top)]
+    return [*lines, *strip, "", aligned(("score", "kept", document.unit, "text"), top)]

@@ -31,7 +31,12 @@ def _color(value: str) -> str:
 
 
 Document = Annotated[
-    str, typer.Argument(metavar="DOC", show_default=False, help='A PDF, Markdown, text or code file; "-" reads stdin.')
+    str,
+    typer.Argument(
+        metavar="DOC",
+        show_default=False,
+        help='A PDF, Office, EPUB, HTML, Markdown, text or code file; "-" reads stdin.',
+    ),
 ]
 Pages = Annotated[
     str | None,

@@ -207,13 +207,11 @@ class TerminalReporter:
         if self.display.quiet:
             return
         for citation in citations:
-            label = one_line(citation.page_label) or str(citation.page)
-            sheet = f", page {citation.page} of the file" if label != str(citation.page) else ""
             quote = one_line(citation.quote)
             if len(quote) > _QUOTE_LENGTH and not whole:
                 quote = quote[: _QUOTE_LENGTH - 1].rstrip() + "…"
             detail = f"  ({citation.score:.2f}, {citation.precision})" if self.display.verbose else ""
-            line = Text.assemble((f"[p. {label}{sheet}]", "cyan"), f" {quote}", (detail, "dim"))
+            line = Text.assemble((f"[{one_line(citation.place)}]", "cyan"), f" {quote}", (detail, "dim"))
             self.console.print(line, soft_wrap=True)
 
     def stats(self, answer: Answer) -> None:

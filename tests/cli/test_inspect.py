@@ -117,7 +117,7 @@ def test_json_holds_every_page_and_chunk(cocktail: Run) -> None:
         "tokens": 9,
         "characters": 29,
     }
-    assert body["pages"][1] == {"page": 2, "page_label": "1", "characters": 16, "quality": 0.5}
+    assert body["pages"][1] == {"page": 2, "page_label": "1", "unit": "page", "characters": 16, "quality": 0.5}
     assert [chunk["precision"] for chunk in body["chunks"]] == ["fp16", "int4", "int4", "int4"]
     assert body["chunks"][2]["score"] == pytest.approx(0.9)
     assert (body["chunks"][2]["page"], body["unquantized_tail_tokens"]) == (2, 1)
