@@ -51,7 +51,9 @@ def figure_of(inspection: Inspection) -> Any:
     for label in below.get_xticklabels():
         label.set_parse_math(False)
     chunks = len(inspection.tokenized.chunks)
-    below.set_xlabel(f"{inspection.document.unit}s; {chunks:,} chunks of {inspection.tokenized.chunk_size} tokens", fontsize=8)
+    below.set_xlabel(
+        f"{inspection.document.unit}s; {chunks:,} chunks of {inspection.tokenized.chunk_size} tokens", fontsize=8
+    )
     figure.suptitle(_text(inspection.document.path), fontsize=9, parse_math=False)
     return figure
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cocktail.bit_plan import LABELS, Widths, plan_bits
+from cocktail.bit_plan import LABELS, SINK_BITS, Widths, plan_bits
 from cocktail.chunk import Chunk, TokenizedDocument
 from cocktail.cli.inspect import heat_strip
 from cocktail.document import Document, Page
@@ -100,7 +100,7 @@ def test_bits_that_attention_will_deal_out_are_told_from_those_that_are_settled(
     assert InspectedQuestion("why", scores, alike, 1, 1).settled.all()
     assert InspectedQuestion("why", scores, plan_bits("cocktail-paper", scores, 0.6, 0.1), 1, 1).settled.all()
     keys, values = by_attention.mean_bits()
-    assert (keys[0], keys[-1], values[-1]) == (16, 4, 3)
+    assert (keys[0], keys[-1], values[-1]) == (SINK_BITS, 4, 3)
     outliers = InspectedQuestion("why", scores, plan_bits("kvquant", scores, 0.6, 0.1), 1, 1)
     assert set(outliers.mean_bits()[0]) == {4}
     eights = InspectedQuestion("why", scores, plan_bits("fp8", scores, 0.6, 0.1), 1, 1)
