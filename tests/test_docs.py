@@ -80,7 +80,8 @@ def test_options_named_in_documents_exist(page: Path) -> None:
     reference = (DOCS / "cli.md").read_text(encoding="utf-8")
     known = set(re.findall(r"--[a-z][a-z-]*", reference)) | OTHER_PROGRAMS
     text = page.read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    # A quotation may be cut in the middle of one.
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*+(?!…)", text))
     assert named <= known
 
 
