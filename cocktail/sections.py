@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from cocktail.errors import DocumentError
-from cocktail.page import Page, drop_unprintable, normalize_newlines, text_quality
+from cocktail.page import ANSI_SEQUENCE, Page, drop_unprintable, normalize_newlines, text_quality
 
 # A few kilobytes of a file can name the same text a million times; no model reads as much as this.
 MAX_CHARACTERS = 1 << 26
@@ -15,8 +15,7 @@ WHOLE = "whole document"
 BEGINNING = "beginning"
 _LABEL_PIECE = 60
 _LABEL = 120
-_ANSI_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 _MARKS = re.compile(r"\[([^\]\[]*)\]\([^()\s]*\)|[*_`]{1,3}(?=\S)|(?<=\S)[*_`]{1,3}")
 
@@ -75,8 +74,11 @@ def markdown_parts(text: str, root: str = "") -> Iterator[tuple[str, str]]:
             label = _label(root, [each for _, each in open_headings])
             only_headings = True
         else:
-            if opened := _FENCE.match(line):
-                fence = opened[1] if not fence else "" if opened[1].startswith(fence) else fence
+            if mark := _FENCE.match(line):
+                if not fence:
+                    fence = mark[1]
+                elif mark[1].startswith(fence) and not mark[2].strip():
+                    fence = ""
             only_headings &= not line.strip()
         lines.append(line)
     yield label, "\n".join(lines)
@@ -97,7 +99,7 @@ def read_markdown(text: str, name: str) -> list[Page]:
 
 def clean_line(text: str) -> str:
     """Text on one line without anything that cannot be printed."""
-    return " ".join(drop_unprintable(_ANSI_SEQUENCE.sub("", text)).split())
+    return " ".join(drop_unprintable(ANSI_SEQUENCE.sub("", text)).split())
 
 
 def _label(root: str, headings: list[str]) -> str:
@@ -111,7 +113,7 @@ def _label(root: str, headings: list[str]) -> str:
 
 def _clean(text: str) -> str:
     """Text with one kind of newline and space, without escape codes, and without spaces at the ends of lines."""
-    lines = normalize_newlines(_ANSI_SEQUENCE.sub("", text)).replace("\xa0", " ").split("\n")
+    lines = normalize_newlines(ANSI_SEQUENCE.sub("", text)).replace("\xa0", " ").split("\n")
     return "\n".join(line.rstrip() for line in lines).strip("\n")
 
 

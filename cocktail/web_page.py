@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable
 from pathlib import PurePath
@@ -37,8 +38,8 @@ _NOT_SHOWN = (
 )
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _PLAIN = ["a", "img", "b", "strong", "em", "i", "del", "s"]
-# What browsers do with files that declare the narrower encoding.
-_WIDER = {"iso-8859-1": "cp1252", "latin1": "cp1252", "gb2312": "gb18030"}
+# What browsers do with files that declare the narrower encoding, by Python's names.
+_WIDER = {"iso8859-1": "cp1252", "gb2312": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949"}
 
 
 def is_html(data: bytes, path: str) -> bool:
@@ -87,7 +88,10 @@ def html_text(data: bytes, name: str, warn: Callable[[str], None]) -> str:
     declared = marked or EncodingDetector.find_declared_encoding(data, is_html=True)
     if declared:
         try:
-            return unmarked.decode(_WIDER.get(declared.lower(), declared))
+            codec = codecs.lookup(declared).name
+            # A declaration that can be read as ASCII is in no such encoding.
+            if marked or not codec.startswith(("utf-16", "utf-32")):
+                return unmarked.decode(_WIDER.get(codec, codec))
         except (LookupError, ValueError):
             pass
     decoded = decode_text(data)
