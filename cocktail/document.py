@@ -35,7 +35,7 @@ _LIBRARIES = (
     *("pypdfium2", "charset-normalizer", "lxml", "mammoth", "python-pptx", "openpyxl", "beautifulsoup4", "markdownify"),
 )
 # Raised when the same bytes give other text.
-_EXTRACTOR = 3
+_EXTRACTOR = 4
 
 
 @dataclass(frozen=True)
