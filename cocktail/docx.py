@@ -15,7 +15,7 @@ from cocktail.docx_numbers import Numbers
 from cocktail.office_xml import child_value, name_of, value_of, whole, write_formulas
 from cocktail.package import Package
 from cocktail.page import Page
-from cocktail.sections import make_pages, markdown_parts
+from cocktail.sections import HEADING_MARK, make_pages, markdown_parts
 from cocktail.web_page import parse_html, to_markdown
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -56,7 +56,7 @@ def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
     html = mammoth.convert_to_html(
         package.packed(), style_map="\n".join((*_STYLES, "comment-reference => sup")), convert_image=lambda image: []
     ).value
-    parts = list(markdown_parts(_markdown(html, package.name)))
+    parts = list(markdown_parts(_markdown(html, package.name), mark=HEADING_MARK))
     if margins:
         parts.append(("headers and footers", "\n".join(margins)))
     if hidden:

@@ -13,7 +13,7 @@ from cocktail.errors import DocumentError, EncryptedError
 from cocktail.office_xml import value_of
 from cocktail.package import DAMAGE_HINT, Package
 from cocktail.page import Page
-from cocktail.sections import clean_line, make_pages, markdown_parts
+from cocktail.sections import HEADING_MARK, clean_line, make_pages, markdown_parts
 from cocktail.web_page import html_text, parse_html, to_markdown
 
 # These scramble embedded fonts, which anyone may undo.
@@ -54,7 +54,7 @@ def read_epub(package: Package, warn: Callable[[str], None]) -> list[Page]:
             missing += 1
             continue
         text = _CLOSED_AT_ONCE.sub(r"<\1\2></\1>", html_text(package.members[member], package.name, warn))
-        parts += markdown_parts(to_markdown(parse_html(text, package.name)), titles.get(member, ""))
+        parts += markdown_parts(to_markdown(parse_html(text, package.name)), titles.get(member, ""), HEADING_MARK)
     if missing:
         warn(f"{package.name}: {missing} of its chapters are missing, or no text.")
     return make_pages(parts, "chapter", package.name)

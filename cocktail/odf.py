@@ -14,7 +14,7 @@ from cocktail.errors import DocumentError, EncryptedError
 from cocktail.office_xml import name_of, text_of, value_of
 from cocktail.package import DAMAGE_HINT, Package
 from cocktail.page import Page
-from cocktail.sections import CELL_SEPARATOR, make_pages, markdown_parts
+from cocktail.sections import CELL_SEPARATOR, HEADING_MARK, make_pages, markdown_parts
 from cocktail.web_page import parse_html, to_markdown
 
 UNITS = {"odt": "section", "odp": "slide", "ods": "sheet"}
@@ -64,7 +64,7 @@ def read_odf(package: Package, file_format: str, kind: str, warn: Callable[[str]
     elif file_format == "odp":
         parts = list(_slides(content, name))
     else:
-        parts = list(markdown_parts(_markdown(content, name)))
+        parts = list(markdown_parts(_markdown(content, name), mark=HEADING_MARK))
         edges = [] if styles is None else [each for each in styles.iter("{*}header", "{*}footer", "{*}header-first")]
         lines = dict.fromkeys(line for each in edges for line in _markdown(each, name).split("\n") if line.strip())
         parts += [("headers and footers", "\n".join(lines))] if lines else []

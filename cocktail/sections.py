@@ -11,6 +11,8 @@ from cocktail.page import ANSI_SEQUENCE, Page, drop_unprintable, normalize_newli
 # A few kilobytes of a file can name the same text a million times; no model reads as much as this.
 MAX_CHARACTERS = 1 << 26
 CELL_SEPARATOR = " | "
+# Before headings of what is converted, whose paragraphs may look like headings or fences; in no text that was read.
+HEADING_MARK = "\x00"
 WHOLE = "whole document"
 BEGINNING = "beginning"
 _LABEL_PIECE = 60
@@ -50,19 +52,20 @@ def make_pages(parts: Iterable[tuple[str, str]], unit: str, name: str, *, keep_e
     ]
 
 
-def markdown_parts(text: str, root: str = "") -> Iterator[tuple[str, str]]:
+def markdown_parts(text: str, root: str = "", mark: str = "") -> Iterator[tuple[str, str]]:
     """What stands above each place of a Markdown text ("Birds > Ducks"), and the text there, as it stands.
 
     Args:
         text: The text, newlines as "\\n".
         root: Stands above all of it, such as the name of a chapter.
+        mark: What headings begin with; "" where "#" alone tells them, but in fences.
     """
     open_headings: list[tuple[int, str]] = []
     label, lines = root, list[str]()
     fence, only_headings = "", False
     for line in text.split("\n"):
-        heading = None if fence else _HEADING.match(line)
-        title = " ".join(_MARKS.sub(lambda mark: mark[1] or "", heading[2] or "").split()) if heading else ""
+        heading = _HEADING.match(line, len(mark)) if line.startswith(mark) and not fence else None
+        title = " ".join(_MARKS.sub(lambda found: found[1] or "", heading[2] or "").split()) if heading else ""
         if heading and title:
             while open_headings and open_headings[-1][0] >= len(heading[1]):
                 open_headings.pop()
@@ -74,10 +77,10 @@ def markdown_parts(text: str, root: str = "") -> Iterator[tuple[str, str]]:
             label = _label(root, [each for _, each in open_headings])
             only_headings = True
         else:
-            if mark := _FENCE.match(line):
+            if not mark and (found := _FENCE.match(line)):
                 if not fence:
-                    fence = mark[1]
-                elif mark[1].startswith(fence) and not mark[2].strip():
+                    fence = found[1]
+                elif found[1].startswith(fence) and not found[2].strip():
                     fence = ""
             only_headings &= not line.strip()
         lines.append(line)
@@ -113,7 +116,8 @@ def _label(root: str, headings: list[str]) -> str:
 
 def _clean(text: str) -> str:
     """Text with one kind of newline and space, without escape codes, and without spaces at the ends of lines."""
-    lines = normalize_newlines(ANSI_SEQUENCE.sub("", text)).replace("\xa0", " ").split("\n")
+    plain = ANSI_SEQUENCE.sub("", text.replace(HEADING_MARK, ""))
+    lines = normalize_newlines(plain).replace("\xa0", " ").split("\n")
     return "\n".join(line.rstrip() for line in lines).strip("\n")
 
 

@@ -16,7 +16,7 @@ from markdownify import ATX, MarkdownConverter
 
 from cocktail.errors import DocumentError
 from cocktail.page import Page
-from cocktail.sections import clean_line, make_pages, markdown_parts
+from cocktail.sections import HEADING_MARK, clean_line, make_pages, markdown_parts
 from cocktail.text_file import CODE_SUFFIXES, decode_text
 
 _MAX_BYTES = 1 << 26
@@ -35,6 +35,11 @@ _ANY_TAG = re.compile(rb"<(?:!doctype|[a-z][a-z0-9]*[\s>/])", re.IGNORECASE)
 _NOT_SHOWN = (
     *("head", "script", "style", "template", "noscript", "svg", "iframe", "object", "audio", "video", "canvas"),
     *("datalist", "annotation", "annotation-xml", "rp"),
+)
+# Blocks that markdownify takes for parts of a line.
+_BLOCKS = (
+    *("address", "aside", "center", "details", "dialog", "dir", "fieldset", "figure", "footer", "form", "header"),
+    *("hgroup", "legend", "main", "menu", "nav", "optgroup", "option", "search", "select", "summary"),
 )
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _PLAIN = ["a", "img", "b", "strong", "em", "i", "del", "s"]
@@ -71,8 +76,8 @@ def read_html(data: bytes, name: str, warn: Callable[[str], None]) -> list[Page]
         )
     soup = parse_html(html_text(data, name, warn), name)
     title = clean_line(soup.title.get_text()) if soup.title else ""
-    parts = list(markdown_parts(to_markdown(soup)))
-    if title and parts[0][1].strip() and not parts[0][1].lstrip("# \n").startswith(title):
+    parts = list(markdown_parts(to_markdown(soup), mark=HEADING_MARK))
+    if title and parts[0][1].strip() and not parts[0][1].lstrip(f"{HEADING_MARK}# \n").startswith(title):
         label, text = parts[0]
         parts[0] = (label or title[:60], f"{title}\n\n{text.lstrip()}")
     return make_pages(parts, "section", name)
@@ -123,7 +128,7 @@ def parse_html(text: str, name: str) -> BeautifulSoup:
 
 
 def to_markdown(soup: BeautifulSoup) -> str:
-    """What a page shows; the rest is removed from its tree."""
+    """What a page shows, each heading after a `HEADING_MARK`; the rest is removed from its tree."""
     for element in soup(_NOT_SHOWN):
         element.decompose()
     for element in soup.select("[hidden], [style]"):
@@ -131,6 +136,8 @@ def to_markdown(soup: BeautifulSoup) -> str:
             element.decompose()
     for comment in soup.find_all(string=lambda each: isinstance(each, Comment)):
         comment.extract()
+    for element in soup(_BLOCKS):
+        element.name = "div"
     _open_layouts(soup)
     converter = _Converter(
         heading_style=ATX,
@@ -177,7 +184,11 @@ class _Builder(LXMLTreeBuilder):
 
 
 class _Converter(MarkdownConverter):
-    """Markdown as markdownify writes it, with the blocks of a cell apart."""
+    """Markdown as markdownify writes it, with headings marked and the blocks of a cell apart."""
+
+    def convert_hN(self, n: int, element: Any, text: str, parent_tags: set[str]) -> str:  # noqa: N802
+        """A heading, which a paragraph that begins with "#" is not."""
+        return str(super().convert_hN(n, element, text, parent_tags)).replace("#", f"{HEADING_MARK}#", 1)
 
     def convert_td(self, element: Any, text: str, parent_tags: set[str]) -> str:
         """A cell: its blocks on one line."""

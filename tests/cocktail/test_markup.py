@@ -43,6 +43,11 @@ def test_headings_part_a_web_page() -> None:
         ("<script>x()</script><style>p{}</style><p hidden>h<p style='display: none'>n<p>seen", "seen"),
         ("<p>seen<noscript>n</noscript><template><p>t</template>", "seen"),
         ("a<div>b</div>c<hr>d", "a\n\nb\n\nc\n\n---\n\nd"),
+        (
+            "<header>a</header><main>b<aside>c</aside></main><details><summary>d</summary>e</details>",
+            "a\n\nb\n\nc\n\nd\n\ne",
+        ),
+        ("<select><option>a<option>b</select>", "a\n\nb"),
         ("<dl><dt>Duck<dd>A bird</dl>", "Duck\n:   A bird"),
     ],
 )
@@ -73,6 +78,12 @@ def test_declared_encodings(encoding: str) -> None:
     document = read(f'<meta http-equiv="x" content="text/html; charset={encoding}"><p>{text}'.encode(codec))
     assert document.text == text
     assert document.warnings == ()
+
+
+def test_only_headings_part_a_web_page() -> None:
+    document = read("<h1>A</h1><p># make all<p>```<h2>B # b</h2><p>## x")
+    assert sections(document) == [("A", "# A\n\n# make all\n\n```"), ("A > B # b", "## B # b\n\n## x")]
+    assert document.pages[0].quality == 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32le"])

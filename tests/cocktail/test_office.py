@@ -58,6 +58,11 @@ def test_word_document_without_headings() -> None:
     assert places(read(docx(paragraph("One.") + paragraph("Two.")))) == [(1, "whole document", "One.\n\nTwo.")]
 
 
+def test_word_paragraphs_that_look_like_headings_part_nothing() -> None:
+    body = paragraph("# make all") + paragraph("```") + paragraph("Costs", "H1") + paragraph("Rent.")
+    assert [page.label for page in read(docx(body, styles=HEADING_STYLES)).pages] == ["beginning", "Costs"]
+
+
 def test_word_heading_by_inheritance_and_outline() -> None:
     styles = (
         HEADING_STYLES
