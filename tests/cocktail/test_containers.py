@@ -135,6 +135,12 @@ def test_a_damaged_file_without_text_is_an_error() -> None:
         read(docx("<w:p/>"))
 
 
+def test_a_library_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cocktail.docx", None)
+    with pytest.raises(ImportError):
+        read(WORD)
+
+
 def test_damaged_files_give_text_or_an_error() -> None:
     rich = list(FILES.items())
     tally = fuzz([(f"in.{kind}", data) for kind, data in rich], count=240, seed=1, seconds=20)
