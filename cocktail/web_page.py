@@ -188,7 +188,8 @@ class _Converter(MarkdownConverter):
 
     def convert_hN(self, n: int, element: Any, text: str, parent_tags: set[str]) -> str:  # noqa: N802
         """A heading, which a paragraph that begins with "#" is not."""
-        return str(super().convert_hN(n, element, text, parent_tags)).replace("#", f"{HEADING_MARK}#", 1)
+        written = str(super().convert_hN(n, element, text, parent_tags))  # type: ignore[misc]
+        return written.replace("#", f"{HEADING_MARK}#", 1)
 
     def convert_td(self, element: Any, text: str, parent_tags: set[str]) -> str:
         """A cell: its blocks on one line."""
