@@ -210,7 +210,8 @@ def plan_bits(
         widths: of "cocktail".
 
     Cocktail (arXiv 2503.23294), section III-B, equations 2 and 3.
-    differs: the first chunk is never quantized, because attention sinks there; only the baselines of other papers do.
+    differs: the first chunk, in which attention sinks, is not quantized, or has 8 bits by a plan by attention; the
+    baselines of other papers quantize it as others.
     """
     assert np.isfinite(scores).all(), "scores must be finite"
     if policy in UNIFORM:

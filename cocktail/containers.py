@@ -39,6 +39,7 @@ def read_container(
     Raises:
         DocumentError: It is damaged, or an old format.
         EncryptedError: It is encrypted.
+        ImportError: A library is not installed, or broken.
     """
     if kind == DAMAGED_ZIP:
         raise DocumentError(f"{name} is {kind}: its end may be missing.", DAMAGE_HINT)
@@ -56,7 +57,7 @@ def read_container(
         try:
             package = Package(data, name, warn, advance, most)
             pages = _read(package, file_format, kind, warn)
-        except CocktailError:
+        except (CocktailError, ImportError):
             raise
         except MemoryError as error:
             raise DocumentError(f"{name} takes more memory than there is.", "Split it into smaller files.") from error

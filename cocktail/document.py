@@ -31,11 +31,11 @@ PAGE_SEPARATOR = "\n\n"
 SUPPORTED = "Supported are PDF, DOCX, PPTX, XLSX, HTML, EPUB, ODT, ODP, ODS, Markdown, plain text and source code."
 # Under this share of real text a page is reported; good pages of real files lie above 0.97.
 MIN_QUALITY = 0.9
-_LIBRARIES = (
+LIBRARIES = (
     *("pypdfium2", "charset-normalizer", "lxml", "mammoth", "python-pptx", "openpyxl", "beautifulsoup4", "markdownify"),
 )
 # Raised when the same bytes give other text.
-_EXTRACTOR = 3
+_EXTRACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def extractor_version(ocr: bool) -> str:
     """What the text of the same bytes depends on; see `read_document` for `ocr`."""
     from cocktail.ocr import ocr_version
 
-    libraries = (f"{name} {version(name)}" for name in _LIBRARIES)
+    libraries = (f"{name} {version(name)}" for name in LIBRARIES)
     return ", ".join((f"cocktail {_EXTRACTOR}", *libraries, (ocr_version() if ocr else None) or "no OCR"))
 
 

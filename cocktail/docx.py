@@ -1,12 +1,11 @@
 """Word documents (DOCX), which mammoth makes HTML of.
 
 What mammoth does not know is put into the document's XML before: formulas and the numbers of lists as text, headings by
-outline level; hidden text is taken out. Headers and footers, which it does not read, come last.
+outline level, what stands in fields and text boxes; hidden text is taken out. Headers and footers come last.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
 import mammoth
@@ -16,14 +15,16 @@ from cocktail.docx_numbers import Numbers
 from cocktail.office_xml import child_value, name_of, value_of, whole, write_formulas
 from cocktail.package import Package
 from cocktail.page import Page
-from cocktail.sections import make_pages, markdown_parts
+from cocktail.sections import HEADING_MARK, make_pages, markdown_parts
 from cocktail.web_page import parse_html, to_markdown
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _STRICT = "{http://purl.oclc.org/ooxml/wordprocessingml/main}"
 _LEVELS = 9
 _STYLES = [f"p.CocktailHeading{level} => h{min(level, 6)}:fresh" for level in range(1, _LEVELS + 1)]
-_NOTE = re.compile(r"#(foot|end)note-|#comment-")
+# Whose insides mammoth leaves out: fields, directions of writing, text with its pronunciation above it.
+_SKIPPED = ("fldSimple", "bdo", "dir", "ruby", "rubyBase")
+_NOTES = "li[id^=footnote-], li[id^=endnote-], dt[id^=comment-]"
 
 
 def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
@@ -42,6 +43,7 @@ def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
         word = root.tag.removesuffix(name_of(root))
         hidden += styles.hide(root, word)
         write_formulas(root, word + "ins", word + "r", word + "t")
+        _open_skipped(root, word)
         if name_of(root) == "document":
             styles.mark(root, word, Numbers([each for each in words.values() if name_of(each) == "numbering"]))
         elif name_of(root) in ("hdr", "ftr"):
@@ -54,7 +56,7 @@ def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
     html = mammoth.convert_to_html(
         package.packed(), style_map="\n".join((*_STYLES, "comment-reference => sup")), convert_image=lambda image: []
     ).value
-    parts = list(markdown_parts(_markdown(html, package.name)))
+    parts = list(markdown_parts(_markdown(html, package.name), mark=HEADING_MARK))
     if margins:
         parts.append(("headers and footers", "\n".join(margins)))
     if hidden:
@@ -65,8 +67,9 @@ def read_docx(package: Package, warn: Callable[[str], None]) -> list[Page]:
 def _markdown(html: str, name: str) -> str:
     """What mammoth wrote, as Markdown; notes, which it collects at the end, where they are referred to."""
     soup = parse_html(html, name)
+    notes = {f"#{note['id']}": note for note in soup.select(_NOTES)}
     for link in soup.select("sup > a[href]"):
-        note = soup.find(id=str(link["href"])[1:]) if _NOTE.match(str(link["href"])) else None
+        note = notes.get(str(link["href"]))
         if note is None:
             continue
         body = note.find_next_sibling("dd") if note.name == "dt" else note
@@ -77,9 +80,27 @@ def _markdown(html: str, name: str) -> str:
         )
         text = " ".join(body.get_text(" ").split()).removesuffix("↑").strip() if body else ""
         link.replace_with(f" [{kind}: {text}]")
-    for note in soup.select("li[id^=footnote-], li[id^=endnote-], dt[id^=comment-], dt[id^=comment-] + dd"):
+    for note in (*soup.select("dt[id^=comment-] + dd"), *notes.values()):
         note.decompose()
     return to_markdown(soup)
+
+
+def _open_skipped(root: etree._Element, word: str) -> None:
+    """Makes mammoth see what it leaves out, by the names of what it reads."""
+    for element in root.iter(*(word + name for name in _SKIPPED)):
+        element.tag = word + "ins"
+    for element in root.iter(word + "cr"):
+        element.tag = word + "br"
+    for element in root.iter(word + "ptab"):
+        element.tag = word + "tab"
+    for drawing in list(root.iter(word + "drawing")):
+        boxes = list(drawing.iter(word + "txbxContent"))
+        both = next(drawing.iterancestors("{*}AlternateContent"), None)
+        # Of two forms mammoth reads the second, which may be a picture.
+        if boxes and (both is None or both.find("{*}Fallback//" + word + "txbxContent") is None):
+            shown = drawing if both is None else both
+            for box in boxes:
+                shown.addprevious(box)
 
 
 class _Styles:
@@ -118,7 +139,7 @@ class _Styles:
             number = next((found for each in listed if (found := child_value(each, "numId"))), "")
             depth = next((found for each in listed if (found := child_value(each, "ilvl"))), "0")
             has_text = any((text.text or "").strip() for text in paragraph.iter(word + "t"))
-            is_numbered = has_text and self._write_number(paragraph, word, numbers.next(number, whole(depth)))
+            is_numbered = has_text and self._write_number(properties, word, numbers.next(number, whole(depth)))
             level = self._level(properties, name)
             if level or is_numbered:
                 style = properties.find(word + "pStyle")
@@ -126,14 +147,14 @@ class _Styles:
                 style.set(word + "val", f"CocktailHeading{level}" if level else "CocktailText")
 
     @staticmethod
-    def _write_number(paragraph: etree._Element, word: str, number: str) -> bool:
+    def _write_number(properties: etree._Element, word: str, number: str) -> bool:
         """Puts a number before a paragraph, which is no item of a list from then on; returns whether there is one."""
         if number:
             run = etree.Element(word + "r")
             etree.SubElement(run, word + "t").text = f"{number} "
-            paragraph.insert(1, run)
-            for each in paragraph[0].findall(word + "numPr"):
-                paragraph[0].remove(each)
+            properties.addnext(run)
+            for each in properties.findall(word + "numPr"):
+                properties.remove(each)
         return bool(number)
 
     def _level(self, properties: etree._Element, name: str) -> int:

@@ -13,7 +13,7 @@ from cocktail.errors import DocumentError, EncryptedError
 from cocktail.office_xml import value_of
 from cocktail.package import DAMAGE_HINT, Package
 from cocktail.page import Page
-from cocktail.sections import clean_line, make_pages, markdown_parts
+from cocktail.sections import HEADING_MARK, clean_line, make_pages, markdown_parts
 from cocktail.web_page import html_text, parse_html, to_markdown
 
 # These scramble embedded fonts, which anyone may undo.
@@ -43,19 +43,20 @@ def read_epub(package: Package, warn: Callable[[str], None]) -> list[Page]:
         )
     items = {value_of(item, "id"): item for item in book.iter("{*}item")}
     spine = [value_of(item, "idref") for item in book.iter("{*}itemref")]
-    ordered = [items[name] for name in spine if name in items] or list(items.values())
-    texts = [_target(opf, item) for item in ordered if value_of(item, "media-type") in _TEXT_TYPES]
+    ordered = [items[name] for name in spine if name in items]
+    ordered = ordered or [item for item in items.values() if value_of(item, "media-type") in _TEXT_TYPES]
+    texts = [_target(opf, item) for item in ordered if not (value_of(item, "media-type") or "").startswith("image/")]
     titles = _titles(package, opf, list(items.values()))
     parts: list[tuple[str, str]] = []
     missing = 0
     for member in dict.fromkeys(texts):
-        if member not in package.members:
+        if not package.members.get(member):
             missing += 1
             continue
         text = _CLOSED_AT_ONCE.sub(r"<\1\2></\1>", html_text(package.members[member], package.name, warn))
-        parts += markdown_parts(to_markdown(parse_html(text, package.name)), titles.get(member, ""))
+        parts += markdown_parts(to_markdown(parse_html(text, package.name)), titles.get(member, ""), HEADING_MARK)
     if missing:
-        warn(f"{package.name}: {missing} of its chapters are missing (damaged).")
+        warn(f"{package.name}: {missing} of its chapters are missing, or no text.")
     return make_pages(parts, "chapter", package.name)
 
 

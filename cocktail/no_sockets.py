@@ -21,7 +21,7 @@ def sockets_forbidden() -> Iterator[list[str]]:
     try:
         yield attempts
     finally:
-        _attempts.remove(attempts)
+        _attempts[:] = [others for others in _attempts if others is not attempts]
 
 
 @cache

@@ -14,7 +14,7 @@ from cocktail.errors import DocumentError, EncryptedError
 from cocktail.office_xml import name_of, text_of, value_of
 from cocktail.package import DAMAGE_HINT, Package
 from cocktail.page import Page
-from cocktail.sections import CELL_SEPARATOR, make_pages, markdown_parts
+from cocktail.sections import CELL_SEPARATOR, HEADING_MARK, make_pages, markdown_parts
 from cocktail.web_page import parse_html, to_markdown
 
 UNITS = {"odt": "section", "odp": "slide", "ods": "sheet"}
@@ -24,8 +24,10 @@ _HTML = {
 }
 _NOT_SHOWN = (
     *("tracked-changes", "hidden-text", "hidden-paragraph", "ruby-text", "table-of-content-source", "note-citation"),
-    *("page-number", "bibliography-source", "forms", "desc", "title"),
+    *("page-number", "bibliography-source", "forms"),
 )
+# Titles and descriptions of pictures; a field has the same name.
+_SVG = "{urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0}"
 _NOTES = {"note": "Note", "annotation": "Comment"}
 # A row may say that its cell comes a million times.
 _MOST_REPEATS = 50
@@ -62,7 +64,7 @@ def read_odf(package: Package, file_format: str, kind: str, warn: Callable[[str]
     elif file_format == "odp":
         parts = list(_slides(content, name))
     else:
-        parts = list(markdown_parts(_markdown(content, name)))
+        parts = list(markdown_parts(_markdown(content, name), mark=HEADING_MARK))
         edges = [] if styles is None else [each for each in styles.iter("{*}header", "{*}footer", "{*}header-first")]
         lines = dict.fromkeys(line for each in edges for line in _markdown(each, name).split("\n") if line.strip())
         parts += [("headers and footers", "\n".join(lines))] if lines else []
@@ -83,14 +85,14 @@ def _prepare(root: etree._Element, hidden_styles: set[str]) -> int:
     """Leaves what is shown, blanks as characters and notes in brackets; returns how many characters were hidden."""
     hidden = 0
     for element in list(root.iter(etree.Element)):
-        kind, blanks = name_of(element), value_of(element, "c") or "1"
+        kind = name_of(element)
         if kind in ("p", "h", "span") and value_of(element, "style-name") in hidden_styles:
             hidden += len(text_of(element))
             element[:], element.text = [], ""
-        elif kind in _NOT_SHOWN:
+        elif kind in _NOT_SHOWN or str(element.tag).startswith(_SVG):
             element[:], element.text = [], ""
         elif kind == "s":
-            element.text = " " * (min(int(blanks), 100) if blanks.isascii() and blanks.isdigit() else 1)
+            element.text = " " * _times(element, "c")
         elif kind == "tab":
             element.text = "\t"
     for note in list(root.iter("{*}note", "{*}annotation")):
@@ -104,7 +106,7 @@ def _markdown(root: etree._Element, name: str) -> str:
     copy = deepcopy(root)
     for element in copy.iter(etree.Element):
         kind, level = name_of(element), value_of(element, "outline-level") or "1"
-        repeated = value_of(element, "number-columns-repeated")
+        repeated = _times(element, "number-columns-repeated")
         element.attrib.clear()
         if kind in ("p", "h") and element.text and not element.text.strip():
             element.text = None
@@ -113,8 +115,8 @@ def _markdown(root: etree._Element, name: str) -> str:
             element.tag = f"h{min(int(level), 6)}" if level in list("123456789") else "h1"
         elif kind == "line-break":
             element.tag = "br"
-        elif repeated is not None and repeated.isdigit() and text_of(element).strip():
-            for _ in range(min(int(repeated), _MOST_REPEATS) - 1):
+        elif repeated > 1 and text_of(element).strip():
+            for _ in range(repeated - 1):
                 element.addnext(deepcopy(element))
     return to_markdown(parse_html(etree.tostring(copy, encoding="unicode", method="html"), name))
 
@@ -135,8 +137,14 @@ def _rows(sheet: etree._Element) -> Iterator[str]:
     for row in sheet.iter("{*}table-row"):
         cells: list[str] = []
         for cell in row.iter("{*}table-cell", "{*}covered-table-cell"):
-            repeated = value_of(cell, "number-columns-repeated") or "1"
-            text = " ".join(" ".join(text_of(line) for line in cell.iter("{*}p")).split())
-            cells += [text] * (min(int(repeated), _MOST_REPEATS) if repeated.isascii() and repeated.isdigit() else 1)
+            lines = (*cell.iter("{*}p"), *cell.iterfind("{*}annotation"))
+            text = " ".join(" ".join(map(text_of, lines)).split())
+            cells += [text] * _times(cell, "number-columns-repeated")
         if line := CELL_SEPARATOR.join(cells).rstrip(" |"):
             yield line
+
+
+def _times(element: etree._Element, name: str) -> int:
+    """How often an element says that it comes; 1 if it does not."""
+    text = value_of(element, name) or ""
+    return max(1, min(int(text[:9]), _MOST_REPEATS)) if text.isascii() and text.isdigit() else 1

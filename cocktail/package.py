@@ -20,8 +20,11 @@ MAX_STREAMED_BYTES = 1 << 29
 MAX_UNPACKED_BYTES = 1 << 26
 DAMAGE_HINT = "Fetch it again, or open it in the program that made it and save it anew."
 _PARSER = etree.XMLParser(resolve_entities=False, no_network=True, recover=True, huge_tree=True)
+# For XML that expat has not read to its end, which may define entities: lxml expands them in attributes, up to a limit
+# that `huge_tree` takes away.
+_REPAIRER = etree.XMLParser(resolve_entities=False, no_network=True, recover=True)
 _XML = (".xml", ".rels", ".opf", ".ncx")
-_READ = (*_XML, ".html", ".htm", ".xhtml")
+_READ = (*_XML, ".html", ".htm", ".xhtml", ".xht")
 
 
 class Package:
@@ -78,8 +81,9 @@ class Package:
         return buffer
 
     def tree(self, member: str) -> etree._Element | None:
-        """The root of a member's XML; None where there is none."""
-        return etree.fromstring(self.members[member], _PARSER) if self.members.get(member) else None
+        """The root of a member's XML; None where there is none, or where its name is not that of XML."""
+        body = self.members.get(member) if member.lower().endswith(_XML) else None
+        return etree.fromstring(body, _PARSER) if body else None
 
     def _sound(self, member: str, body: bytes) -> bytes:
         """A member whose XML is repaired if it is damaged."""
@@ -95,7 +99,7 @@ class Package:
         self.damage = self.damage or reason
         self._warn(f"{self.name} is damaged ({reason}); text may be missing.")
         try:
-            root = etree.fromstring(body, _PARSER)
+            root = etree.fromstring(body, _REPAIRER)
         except etree.XMLSyntaxError:
             return b""
         return b"" if root is None else etree.tostring(root)

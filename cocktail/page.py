@@ -17,6 +17,7 @@ _GARBAGE = re.compile(
 )
 # Nothing here can be printed, and lone surrogates cannot be encoded; U+FEFF and the soft hyphen are invisible.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\ud800-\udfff\ufeff\ufffe\uffff]")
+ANSI_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NEWLINE = re.compile(r"\r\n?|[\x85\u2028\u2029]")
 # PDFium marks a hyphen that ends a line with U+FFFE (U+0002 in older versions) and joins the lines itself.
 _LINE_END_HYPHEN = re.compile(r"(?<=[^\W\d_])(?:[\xad\x02\ufffe][ \t]*\n?|[-\u2010][ \t]*\n)([^\W\d_])")

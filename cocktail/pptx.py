@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
-from lxml import etree
 from pptx import Presentation
 from pptx.enum.shapes import PP_PLACEHOLDER
 
@@ -17,25 +16,26 @@ from cocktail.sections import CELL_SEPARATOR, make_pages
 
 _A = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _NUMBERS = (PP_PLACEHOLDER.SLIDE_NUMBER, PP_PLACEHOLDER.DATE)
-# What python-pptx does not read: the kind of part, and the element that holds a line of it.
-_PARTS = {"diagramData": "p", "comments": "text"}
+# What python-pptx does not read: the kind of part, and the elements that hold a line of it, in old forms and new ones.
+_PARTS = {"diagramData": ("p",), "comments": ("text", "p")}
 
 
 def read_pptx(package: Package) -> list[Page]:
     """The slides in the order of the show, each with its notes and comments; hidden ones say so in their label."""
     slides = Presentation(package.packed()).slides
-    parts = [_slide(number, slide) for number, slide in enumerate(slides, start=1)]
+    parts = [_slide(number, slide, package) for number, slide in enumerate(slides, start=1)]
     return make_pages(parts, "slide", package.name, keep_empty=True)
 
 
-def _slide(number: int, slide: Any) -> tuple[str, str]:
+def _slide(number: int, slide: Any, package: Package) -> tuple[str, str]:
     """A slide's label and text."""
     _show_all(slide._element)
     blocks = list(_shapes(slide.shapes))
     for relation in slide.part.rels.values():
         kind = relation.reltype.rpartition("/")[2]
         if kind in _PARTS and not relation.is_external:
-            lines = plain_text(etree.fromstring(relation.target_part.blob), _PARTS[kind])
+            root = package.tree(relation.target_part.partname.lstrip("/"))
+            lines = [line for element in _PARTS[kind] for line in plain_text(root, element)]
             blocks += [f"Comment: {line}" for line in lines] if kind == "comments" else ["\n".join(lines)]
     if slide.has_notes_slide and (notes := slide.notes_slide.notes_text_frame) is not None and notes.text.strip():
         blocks.append(f"Notes: {notes.text}")
@@ -58,11 +58,15 @@ def _shapes(shapes: Iterable[Any]) -> Iterator[str]:
             rows = ([" ".join(cell.text_frame.text.split()) for cell in row.cells] for row in shape.table.rows)
             yield "\n".join(CELL_SEPARATOR.join(row) for row in rows)
         elif getattr(shape, "has_chart", False):
+            if shape.chart.has_title and shape.chart.chart_title.has_text_frame:
+                yield shape.chart.chart_title.text_frame.text
             for plot in shape.chart.plots:
                 labels = [str(label) for label in plot.categories]
                 for series in plot.series:
                     points = zip_longest(labels, series.values, fillvalue="")
-                    yield f"{series.name}: " + ", ".join(f"{label} {value}".strip() for label, value in points)
+                    yield f"{series.name}: " + ", ".join(
+                        f"{label} {'' if value is None else value}".strip() for label, value in points
+                    )
 
 
 def _show_all(slide: Any) -> None:

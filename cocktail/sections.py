@@ -6,17 +6,18 @@ import re
 from collections.abc import Iterable, Iterator
 
 from cocktail.errors import DocumentError
-from cocktail.page import Page, drop_unprintable, normalize_newlines, text_quality
+from cocktail.page import ANSI_SEQUENCE, Page, drop_unprintable, normalize_newlines, text_quality
 
 # A few kilobytes of a file can name the same text a million times; no model reads as much as this.
 MAX_CHARACTERS = 1 << 26
 CELL_SEPARATOR = " | "
+# Before headings of what is converted, whose paragraphs may look like headings or fences; in no text that was read.
+HEADING_MARK = "\x00"
 WHOLE = "whole document"
 BEGINNING = "beginning"
 _LABEL_PIECE = 60
 _LABEL = 120
-_ANSI_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 _MARKS = re.compile(r"\[([^\]\[]*)\]\([^()\s]*\)|[*_`]{1,3}(?=\S)|(?<=\S)[*_`]{1,3}")
 
@@ -51,19 +52,20 @@ def make_pages(parts: Iterable[tuple[str, str]], unit: str, name: str, *, keep_e
     ]
 
 
-def markdown_parts(text: str, root: str = "") -> Iterator[tuple[str, str]]:
+def markdown_parts(text: str, root: str = "", mark: str = "") -> Iterator[tuple[str, str]]:
     """What stands above each place of a Markdown text ("Birds > Ducks"), and the text there, as it stands.
 
     Args:
         text: The text, newlines as "\\n".
         root: Stands above all of it, such as the name of a chapter.
+        mark: What headings begin with; "" where "#" alone tells them, but in fences.
     """
     open_headings: list[tuple[int, str]] = []
     label, lines = root, list[str]()
     fence, only_headings = "", False
     for line in text.split("\n"):
-        heading = None if fence else _HEADING.match(line)
-        title = " ".join(_MARKS.sub(lambda mark: mark[1] or "", heading[2] or "").split()) if heading else ""
+        heading = _HEADING.match(line, len(mark)) if line.startswith(mark) and not fence else None
+        title = " ".join(_MARKS.sub(lambda found: found[1] or "", heading[2] or "").split()) if heading else ""
         if heading and title:
             while open_headings and open_headings[-1][0] >= len(heading[1]):
                 open_headings.pop()
@@ -75,8 +77,11 @@ def markdown_parts(text: str, root: str = "") -> Iterator[tuple[str, str]]:
             label = _label(root, [each for _, each in open_headings])
             only_headings = True
         else:
-            if opened := _FENCE.match(line):
-                fence = opened[1] if not fence else "" if opened[1].startswith(fence) else fence
+            if not mark and (found := _FENCE.match(line)):
+                if not fence:
+                    fence = found[1]
+                elif found[1].startswith(fence) and not found[2].strip():
+                    fence = ""
             only_headings &= not line.strip()
         lines.append(line)
     yield label, "\n".join(lines)
@@ -97,7 +102,7 @@ def read_markdown(text: str, name: str) -> list[Page]:
 
 def clean_line(text: str) -> str:
     """Text on one line without anything that cannot be printed."""
-    return " ".join(drop_unprintable(_ANSI_SEQUENCE.sub("", text)).split())
+    return " ".join(drop_unprintable(ANSI_SEQUENCE.sub("", text)).split())
 
 
 def _label(root: str, headings: list[str]) -> str:
@@ -111,7 +116,8 @@ def _label(root: str, headings: list[str]) -> str:
 
 def _clean(text: str) -> str:
     """Text with one kind of newline and space, without escape codes, and without spaces at the ends of lines."""
-    lines = normalize_newlines(_ANSI_SEQUENCE.sub("", text)).replace("\xa0", " ").split("\n")
+    plain = ANSI_SEQUENCE.sub("", text.replace(HEADING_MARK, ""))
+    lines = normalize_newlines(plain).replace("\xa0", " ").split("\n")
     return "\n".join(line.rstrip() for line in lines).strip("\n")
 
 

@@ -106,6 +106,8 @@ def _zip_kind(data: bytes) -> str:
         return _KINDS[found]
     if "META-INF/container.xml" in members:
         return _KINDS["epub"]
+    if "xl/workbook.bin" in members:
+        return "a binary Excel workbook (XLSB)"
     # A document may have another embedded: its own main part comes before folders alone.
     for start, file_format in (*_ZIP_MEMBERS, *_ZIP_FOLDERS):
         if any(member.startswith(start) for member in members):

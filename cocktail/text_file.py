@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from charset_normalizer import from_bytes
 
-from cocktail.page import drop_unprintable, normalize_newlines
+from cocktail.page import ANSI_SEQUENCE, drop_unprintable, normalize_newlines
 
 # Where two encodings fit a text equally well, the first one here is the more common.
 _LEGACY_ENCODINGS = (
@@ -24,7 +24,6 @@ _BOMS = (  # UTF-32 first: its mark begins with UTF-16's
 )
 _SAMPLE_BYTES = 1 << 16
 _HIGH_LINE = re.compile(rb"^[\x00-\x09\x0b-\x7f]*[\x80-\xff].*$", re.MULTILINE)
-_ANSI_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 _MARKDOWN_SUFFIXES = frozenset((".md", ".markdown", ".mdown", ".mkd", ".mdx", ".rmd", ".qmd"))
@@ -49,7 +48,7 @@ def decode_text(data: bytes) -> tuple[str, str | None] | None:
     if lost > 0:
         what = f"{lost} bytes" if lost > 1 else "1 byte"
         doubt = f"read as {_spelling(encoding)}, but {what} could not be decoded"
-    return drop_unprintable_keep_pages(_ANSI_SEQUENCE.sub("", normalize_newlines(text))), doubt
+    return drop_unprintable_keep_pages(ANSI_SEQUENCE.sub("", normalize_newlines(text))), doubt
 
 
 def drop_unprintable_keep_pages(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable
 from pathlib import PurePath
@@ -15,7 +16,7 @@ from markdownify import ATX, MarkdownConverter
 
 from cocktail.errors import DocumentError
 from cocktail.page import Page
-from cocktail.sections import clean_line, make_pages, markdown_parts
+from cocktail.sections import HEADING_MARK, clean_line, make_pages, markdown_parts
 from cocktail.text_file import CODE_SUFFIXES, decode_text
 
 _MAX_BYTES = 1 << 26
@@ -35,10 +36,15 @@ _NOT_SHOWN = (
     *("head", "script", "style", "template", "noscript", "svg", "iframe", "object", "audio", "video", "canvas"),
     *("datalist", "annotation", "annotation-xml", "rp"),
 )
+# Blocks that markdownify takes for parts of a line.
+_BLOCKS = (
+    *("address", "aside", "center", "details", "dialog", "dir", "fieldset", "figure", "footer", "form", "header"),
+    *("hgroup", "legend", "main", "menu", "nav", "optgroup", "option", "search", "select", "summary"),
+)
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _PLAIN = ["a", "img", "b", "strong", "em", "i", "del", "s"]
-# What browsers do with files that declare the narrower encoding.
-_WIDER = {"iso-8859-1": "cp1252", "latin1": "cp1252", "gb2312": "gb18030"}
+# What browsers do with files that declare the narrower encoding, by Python's names.
+_WIDER = {"iso8859-1": "cp1252", "gb2312": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949"}
 
 
 def is_html(data: bytes, path: str) -> bool:
@@ -70,8 +76,8 @@ def read_html(data: bytes, name: str, warn: Callable[[str], None]) -> list[Page]
         )
     soup = parse_html(html_text(data, name, warn), name)
     title = clean_line(soup.title.get_text()) if soup.title else ""
-    parts = list(markdown_parts(to_markdown(soup)))
-    if title and parts[0][1].strip() and not parts[0][1].lstrip("# \n").startswith(title):
+    parts = list(markdown_parts(to_markdown(soup), mark=HEADING_MARK))
+    if title and parts[0][1].strip() and not parts[0][1].lstrip(f"{HEADING_MARK}# \n").startswith(title):
         label, text = parts[0]
         parts[0] = (label or title[:60], f"{title}\n\n{text.lstrip()}")
     return make_pages(parts, "section", name)
@@ -87,7 +93,10 @@ def html_text(data: bytes, name: str, warn: Callable[[str], None]) -> str:
     declared = marked or EncodingDetector.find_declared_encoding(data, is_html=True)
     if declared:
         try:
-            return unmarked.decode(_WIDER.get(declared.lower(), declared))
+            codec = codecs.lookup(declared).name
+            # A declaration that can be read as ASCII is in no such encoding.
+            if marked or not codec.startswith(("utf-16", "utf-32")):
+                return unmarked.decode(_WIDER.get(codec, codec))
         except (LookupError, ValueError):
             pass
     decoded = decode_text(data)
@@ -119,7 +128,7 @@ def parse_html(text: str, name: str) -> BeautifulSoup:
 
 
 def to_markdown(soup: BeautifulSoup) -> str:
-    """What a page shows; the rest is removed from its tree."""
+    """What a page shows, each heading after a `HEADING_MARK`; the rest is removed from its tree."""
     for element in soup(_NOT_SHOWN):
         element.decompose()
     for element in soup.select("[hidden], [style]"):
@@ -127,6 +136,8 @@ def to_markdown(soup: BeautifulSoup) -> str:
             element.decompose()
     for comment in soup.find_all(string=lambda each: isinstance(each, Comment)):
         comment.extract()
+    for element in soup(_BLOCKS):
+        element.name = "div"
     _open_layouts(soup)
     converter = _Converter(
         heading_style=ATX,
@@ -173,7 +184,12 @@ class _Builder(LXMLTreeBuilder):
 
 
 class _Converter(MarkdownConverter):
-    """Markdown as markdownify writes it, with the blocks of a cell apart."""
+    """Markdown as markdownify writes it, with headings marked and the blocks of a cell apart."""
+
+    def convert_hN(self, n: int, element: Any, text: str, parent_tags: set[str]) -> str:  # noqa: N802
+        """A heading, which a paragraph that begins with "#" is not."""
+        written = str(super().convert_hN(n, element, text, parent_tags))  # type: ignore[misc]
+        return written.replace("#", f"{HEADING_MARK}#", 1)
 
     def convert_td(self, element: Any, text: str, parent_tags: set[str]) -> str:
         """A cell: its blocks on one line."""

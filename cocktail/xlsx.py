@@ -38,7 +38,7 @@ def read_xlsx(package: Package) -> list[Page]:
         parts.append((label, "\n".join(_lines(sheet, other))))
     notes: list[str] = []
     for name in package.members:
-        if re.search(r"xl/(?:comments|threadedComments|drawings)[^/]*(?:/[^/]*)?\.xml$", name):
+        if re.search(r"xl/(?:comments|drawings)[^/]*(?:/[^/]*)?\.xml$", name):
             root = package.tree(name)
             for comment in () if root is None else root.iter("{*}comment"):
                 notes += [f"Comment on {value_of(comment, 'ref')}: {' '.join(plain_text(comment, 'text'))}"]

@@ -15,7 +15,7 @@ from cocktail.reading import Reading
 def shuffled(reading: Reading, seed: int) -> Reading:
     """The reading with each question's scores dealt out to other chunks, drawn by the seed.
 
-    The first chunk keeps its own, since no plan quantizes it: so each precision has as many chunks as before.
+    The first chunk keeps its own, which the rule holds unquantized: so each precision has as many chunks as before.
     """
     scores, generator = reading.scores.copy(), np.random.default_rng(seed)
     for row in scores[:, 1:]:

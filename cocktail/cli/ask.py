@@ -153,11 +153,16 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
     A word is a document if there is such a file; the question comes last.
 
     Raises:
-        UsageError: There is no such file, or more than one word is none.
+        UsageError: There is no such file, it is a folder, or more than one word is none.
     """
     words = [word for word in (question, *more) if word is not None]
     others = tuple(takewhile(os.path.isfile, words))
     rest = words[len(others) :]
+    if rest and os.path.isdir(rest[0]):
+        raise UsageError(
+            f"{rest[0]} is a folder, not a file.",
+            f"Give files, such as {PurePath(rest[0], '*.pdf')}, then the question.",
+        )
     if rest and PurePath(rest[0]).suffix.lower() in _DOCUMENT_SUFFIXES and len(rest[0].split()) == 1:
         raise UsageError(f"There is no file {rest[0]}.", "Check the spelling; a question has more than one word.")
     if len(rest) > 1:

@@ -20,10 +20,11 @@ from cocktail.cli import options
 from cocktail.cli.models import model_records
 from cocktail.cli.output import Output, aligned, counted, is_terminal, json_line, one_line
 from cocktail.config import Config
+from cocktail.document import LIBRARIES
 from cocktail.offload.budget import format_bytes
 from cocktail.settings import project_file, resolve, unknown_variables, user_file
 
-_NEEDED = ("torch", "transformers", "sentence-transformers", "pypdfium2", "bm25s")
+_NEEDED = ("torch", "transformers", "sentence-transformers", "bm25s", *LIBRARIES)
 # What an absent package means for the user.
 _OPTIONAL = {
     "numba": "the CPU's compiled kernels are off; plain PyTorch is used, which is slower",

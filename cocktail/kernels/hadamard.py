@@ -11,7 +11,7 @@ def hadamard_(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """x becomes x @ matrix, each row by itself: what a row becomes does not depend on the others.
 
     Args:
-        x: [heads, rows, head_dim], any float dtype; strides are free but for those of rows' elements, which are dense.
+        x: [heads, rows, head_dim], any float dtype and strides.
         matrix: [head_dim, head_dim], normalized Hadamard blocks of the largest power of two that divides head_dim, the
             dtype and device of `x` (`cocktail.rotation`); read where no kernel takes `x`.
 

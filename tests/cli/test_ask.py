@@ -172,6 +172,8 @@ def test_every_file_named_is_a_document(
         (("b.txt",), "There is no question"),
         (("missing.docx", "Who?"), "There is no file missing.docx"),
         (("missing.pdf", "-q", "Who?"), "There is no file missing.pdf"),
+        ((".", "Who?"), ". is a folder, not a file"),
+        (("b.txt", "."), ". is a folder, not a file"),
         (("Who", "is", "it?"), "Got more than DOC and QUESTION: is it?"),
         (("Who?", "b.txt"), "Got more than DOC and QUESTION: b.txt"),
         (("b.txt", "Who?", "-o", "b.txt"), "is also DOC"),

@@ -189,9 +189,10 @@ def whole_pptx() -> bytes:
     table = slide.shapes.add_table(1, 2, 0, 0, size, size).table
     table.cell(0, 0).text, table.cell(0, 1).text = "Q1", "10"
     chart = CategoryChartData()
-    chart.categories = ["East", "West"]
-    chart.add_series("Cars", (1.5, 2.5))
-    slide.shapes.add_chart(XL_CHART_TYPE.BAR_CLUSTERED, 0, 0, size, size, chart)
+    chart.categories = ["East", "West", "North"]
+    chart.add_series("Cars", (1.5, None, 2.5))
+    drawn = slide.shapes.add_chart(XL_CHART_TYPE.BAR_CLUSTERED, 0, 0, size, size, chart).chart
+    drawn.chart_title.text_frame.text = "Cars in 1,000"
     slide.notes_slide.notes_text_frame.text = "Smile."
     buffer = io.BytesIO()
     presentation.save(buffer)

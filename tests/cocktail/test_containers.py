@@ -102,6 +102,11 @@ def test_old_office_files_are_named_with_what_to_do(stream: str, kind: str, new:
     assert f"soffice --convert-to {new}" in (failure.value.hint or "")
 
 
+def test_a_binary_workbook_is_named() -> None:
+    with pytest.raises(DocumentError, match=r"is a binary Excel workbook \(XLSB\), which this version cannot read"):
+        read(zip_file({"xl/workbook.bin": b"\x83\x01"}), "in.xlsb")
+
+
 # Damage
 
 
@@ -130,6 +135,12 @@ def test_a_damaged_file_without_text_is_an_error() -> None:
         read(docx("<w:p/>"))
 
 
+def test_a_library_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cocktail.docx", None)
+    with pytest.raises(ImportError):
+        read(WORD)
+
+
 def test_damaged_files_give_text_or_an_error() -> None:
     rich = list(FILES.items())
     tally = fuzz([(f"in.{kind}", data) for kind, data in rich], count=240, seed=1, seconds=20)
@@ -156,6 +167,15 @@ def test_nothing_outside_the_file_is_read(tmp_path: Path) -> None:
     outside = f'<!DOCTYPE a [<!ENTITY b SYSTEM "file://{tmp_path}/secret">]><w:document>&b;</w:document>'
     with pytest.raises(DocumentError):
         read(zip_file({"word/document.xml": outside}))
+
+
+def test_only_what_is_named_like_xml_is_parsed_as_xml() -> None:
+    book = '<package><manifest><item id="a" href="a.xhtml"/></manifest><spine><itemref idref="a"/></spine></package>'
+    container = '<container><rootfile full-path="{}"/></container>'
+    others = {"mimetype": "application/epub+zip", "a.xhtml": "<p>open</p>"}
+    assert read(zip_file({**others, "META-INF/container.xml": container.format("b.xml"), "b.xml": book})).text == "open"
+    with pytest.raises(DocumentError, match="the list of its chapters is missing"):
+        read(zip_file({**others, "META-INF/container.xml": container.format("b.html"), "b.html": book}))
 
 
 def test_zip_bomb(monkeypatch: pytest.MonkeyPatch) -> None:

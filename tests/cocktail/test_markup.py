@@ -43,6 +43,11 @@ def test_headings_part_a_web_page() -> None:
         ("<script>x()</script><style>p{}</style><p hidden>h<p style='display: none'>n<p>seen", "seen"),
         ("<p>seen<noscript>n</noscript><template><p>t</template>", "seen"),
         ("a<div>b</div>c<hr>d", "a\n\nb\n\nc\n\n---\n\nd"),
+        (
+            "<header>a</header><main>b<aside>c</aside></main><details><summary>d</summary>e</details>",
+            "a\n\nb\n\nc\n\nd\n\ne",
+        ),
+        ("<select><option>a<option>b</select>", "a\n\nb"),
         ("<dl><dt>Duck<dd>A bird</dl>", "Duck\n:   A bird"),
     ],
 )
@@ -75,6 +80,23 @@ def test_declared_encodings(encoding: str) -> None:
     assert document.warnings == ()
 
 
+def test_only_headings_part_a_web_page() -> None:
+    document = read("<h1>A</h1><p># make all<p>```<h2>B # b</h2><p>## x")
+    assert sections(document) == [("A", "# A\n\n# make all\n\n```"), ("A > B # b", "## B # b\n\n## x")]
+    assert document.pages[0].quality == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32le"])
+def test_a_declaration_in_ascii_of_what_is_not_is_wrong(encoding: str) -> None:
+    assert read(f"<meta charset={encoding}><p>K\u00e4se, all day.".encode()).text == "K\u00e4se, all day."
+
+
+def test_chapters_that_cannot_be_read_are_said() -> None:
+    document = read(epub({"1.xhtml": "<p>One.</p>", "2": "<p>Two.</p>", "3.xht": "<p>Three.</p>"}), "book.epub")
+    assert [page.text for page in document.pages] == ["One.", "Three."]
+    assert document.warnings == ("book.epub: 1 of its chapters are missing, or no text.",)
+
+
 def test_chapters_of_a_book_are_named_by_its_contents_or_headings() -> None:
     chapters = {
         "1.xhtml": "<p>It begins.&nbsp;Here&mdash;now.</p>",
@@ -99,5 +121,7 @@ def test_headings_part_markdown_and_its_text_stays() -> None:
         ("Birds > Ducks x y", "# Birds\n## Ducks `x` [y](z)\nThey **swim**.\n```sh\n# no heading\n```"),
         ("Owls", "# Owls #\n\nHoot."),
     ]
+    for fenced in ("```x``` y\n", "```\n```py\n# no\n```\n", "````\n```\n# no\n````\n", "~~~ `\n# no\n~~~\n"):
+        assert [page.label for page in read(fenced + "# one\na\n# two", "a.md").pages] == ["beginning", "one", "two"]
     assert [page.unit for page in read("no headings", "a.md").pages] == ["page"]
     assert [page.unit for page in read("# one\n", "a.md").pages] == ["page"]

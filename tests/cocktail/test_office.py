@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+
 import pytest
 
 from cocktail.document import Document, read_document
 from cocktail.errors import UsageError
-from tests.cocktail.office_files import HEADING_STYLES, docx, odf, paragraph, pptx, shape, whole_pptx, whole_xlsx, xlsx
+from tests.cocktail.office_files import (
+    HEADING_STYLES,
+    docx,
+    odf,
+    paragraph,
+    pptx,
+    relations,
+    shape,
+    whole_pptx,
+    whole_xlsx,
+    xlsx,
+    zip_file,
+)
 
 
 def read(data: bytes, path: str = "in.bin", pages: str | None = None) -> Document:
     return read_document(path, data=data, pages=pages)
+
+
+def members(data: bytes) -> dict[str, str | bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def places(document: Document) -> list[tuple[int, str, str]]:
@@ -36,6 +56,11 @@ def test_headings_part_a_word_document() -> None:
 
 def test_word_document_without_headings() -> None:
     assert places(read(docx(paragraph("One.") + paragraph("Two.")))) == [(1, "whole document", "One.\n\nTwo.")]
+
+
+def test_word_paragraphs_that_look_like_headings_part_nothing() -> None:
+    body = paragraph("# make all") + paragraph("```") + paragraph("Costs", "H1") + paragraph("Rent.")
+    assert [page.label for page in read(docx(body, styles=HEADING_STYLES)).pages] == ["beginning", "Costs"]
 
 
 def test_word_heading_by_inheritance_and_outline() -> None:
@@ -122,6 +147,36 @@ def test_word_formulas_are_lines_of_text() -> None:
     assert read(docx(f"<w:p><m:oMath>{fraction}{power}{total}</m:oMath></w:p>")).text == "(a+b)/2x^(n+1)∑_i[y]"
 
 
+def run(text: str) -> str:
+    return f"<w:r><w:t>{text}</w:t></w:r>"
+
+
+BOX = f"<w:drawing><w:txbxContent>{paragraph('boxed')}</w:txbxContent></w:drawing>"
+
+
+@pytest.mark.parametrize(
+    ("inside", "text"),
+    [
+        (f"{run('Figure ')}<w:fldSimple w:instr='SEQ'>{run('7')}</w:fldSimple>", "Figure 7"),
+        (f"<w:bdo w:val='rtl'>{run('a')}</w:bdo><w:dir w:val='rtl'>{run('b')}</w:dir>", "ab"),
+        (
+            f"<w:r><w:ruby><w:rt>{run('kan')}</w:rt><w:rubyBase>{run('&#x6f22;')}</w:rubyBase></w:ruby></w:r>{run('!')}",
+            "\u6f22!",
+        ),
+        ("<w:r><w:t>a</w:t><w:cr/><w:t>b</w:t><w:ptab/><w:t>c</w:t></w:r>", "a\nb c"),
+        (f"<w:r>{BOX}</w:r>{run('x')}", "boxed\n\nx"),
+        (
+            f"<w:r><mc:AlternateContent><mc:Choice>{BOX}</mc:Choice><mc:Fallback><w:drawing/></mc:Fallback>"
+            f"</mc:AlternateContent></w:r>{run('x')}",
+            "boxed\n\nx",
+        ),
+    ],
+    ids=["field", "direction", "ruby", "breaks", "box", "box-or-picture"],
+)
+def test_what_mammoth_leaves_out_of_a_word_document_is_read(inside: str, text: str) -> None:
+    assert read(docx(f"<w:p>{inside}</w:p>")).text == text
+
+
 # PowerPoint
 
 
@@ -164,8 +219,15 @@ def test_slide_groups_and_shapes_in_two_forms() -> None:
 
 
 def test_presentation_with_a_chart() -> None:
-    text = "Sales\n\nup\ndown\n\nQ1 | 10\n\nCars: East 1.5, West 2.5\n\nNotes: Smile."
+    text = "Sales\n\nup\ndown\n\nQ1 | 10\n\nCars in 1,000\n\nCars: East 1.5, West, North 2.5\n\nNotes: Smile."
     assert places(read(whole_pptx())) == [(1, "1: Sales", text)]
+
+
+@pytest.mark.parametrize("text", ["<text>Why?</text>", "<txBody><p><t>Why?</t></p></txBody>"], ids=["old", "new"])
+def test_comments_on_slides_in_old_forms_and_new_ones(text: str) -> None:
+    comments = {"ppt/comments/c.xml": f"<list><cm>{text}</cm></list>"}
+    related = {"ppt/slides/_rels/slide1.xml.rels": relations(c=("comments", "../comments/c.xml"))}
+    assert read(zip_file({**members(pptx(shape("Plan"))), **comments, **related})).text == "Plan\n\nComment: Why?"
 
 
 # Excel
@@ -223,7 +285,8 @@ def test_numbers_are_shown_as_their_format_says(form: str, value: str, shown: st
 def test_open_document_text() -> None:
     body = (
         "<text:tracked-changes><text:p>gone</text:p></text:tracked-changes>"
-        '<text:h text:outline-level="1">Birds</text:h><text:p>Ducks<text:s text:c="2"/>swim.'
+        '<text:h text:outline-level="1">Birds <text:title>by Ann</text:title></text:h>'
+        '<text:p>Ducks<text:s text:c="2"/>swim.'
         "<text:note><text:note-citation>1</text:note-citation><text:note-body><text:p>Most do.</text:p>"
         "</text:note-body></text:note></text:p><text:list><text:list-item><text:p>one</text:p></text:list-item></text:list>"
         "<table:table><table:table-row><table:table-cell><text:p>a</text:p></table:table-cell>"
@@ -233,7 +296,7 @@ def test_open_document_text() -> None:
     document = read(odf("text", body, styles))
     assert document.format == "odt"
     assert places(document) == [
-        (1, "Birds", "# Birds\n\nDucks swim. [Note: Most do.]\n\n- one\n\n| a |  |\n| --- | --- |"),
+        (1, "Birds by Ann", "# Birds by Ann\n\nDucks swim. [Note: Most do.]\n\n- one\n\n| a |  |\n| --- | --- |"),
         (2, "headers and footers", "Draft"),
     ]
 
@@ -248,7 +311,11 @@ def test_open_document_slides_and_sheets() -> None:
         "odp",
         [(1, "1: Plan", "First\n\nNotes:\n\nSay thanks."), (2, "2", "")],
     )
-    cells = '<table:table-cell table:number-columns-repeated="2"><text:p>4</text:p></table:table-cell>'
+    cells = (
+        '<table:table-cell table:number-columns-repeated="2"><text:p>4</text:p></table:table-cell>'
+        '<table:table-cell table:number-columns-repeated="\u00b2"><office:annotation><text:p>Sure?</text:p>'
+        "</office:annotation><text:p>5</text:p></table:table-cell>"
+    )
     sheet = f'<table:table table:name="Sums"><table:table-row>{cells}</table:table-row></table:table>'
     document = read(odf("spreadsheet", sheet))
-    assert (document.format, places(document)) == ("ods", [(1, "Sums", "4 | 4")])
+    assert (document.format, places(document)) == ("ods", [(1, "Sums", "4 | 4 | 5 [Comment: Sure?]")])
