@@ -114,6 +114,18 @@ def test_what_the_document_is_not_close_to_is_not_answered_from_it(document: Pat
     assert not any("close to the question" in warning for warning in close.warnings)
 
 
+def test_a_refusal_cites_the_closest_passages_where_there_are_any(
+    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cocktail.answering.is_answered", lambda text: False)
+    far, close = ask(document, config, "Which parliament ratified Maastricht?", "Who cut the wheel from oak in 1843?")
+    assert (far.answered, far.citations) == (False, ())
+    assert not any("closest to the question" in warning for warning in far.warnings)
+    assert not close.answered
+    assert "Ilse Brandt" in close.citations[0].quote
+    assert any("closest to the question" in warning for warning in close.warnings)
+
+
 def test_an_answer_that_was_cut_warns_of_itself_only(document: Path, config: Config) -> None:
     reporter = Recording()
     answers = ask(document, config, "Who cut the wheel?", "How many cats are there?", reporter=reporter)
