@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format models lint types test test-long test-gpu aot aot-subset bench docs handbook check
+.PHONY: format models lint types test test-long test-gpu aot aot-subset bench docs handbook screenshots check
 
 format: ## rewrite the sources in the house style
 	$(PYTHON) -m ruff check --fix .
@@ -37,6 +37,9 @@ bench: ## one question about the handbook, with its times and bytes
 
 handbook: ## examples/handbook.pdf from docs/handbook/
 	$(PYTHON) docs/build_handbook.py
+
+screenshots: ## docs/screenshots/ from real runs with the default model
+	$(PYTHON) docs/build_screenshots.py
 
 docs: handbook ## everything under docs/ that is generated
 	$(PYTHON) docs/generate_cli.py

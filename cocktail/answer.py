@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
+from pathlib import PurePath
 from typing import Any
 
 from cocktail import __version__
@@ -16,9 +17,9 @@ SCHEMA_VERSION = 1
 class Citation:
     """A passage of the document that supports the answer.
 
-    `page` counts from 1; `start` and `end` are character offsets into that page's text, so that
-    `page_text[start:end] == quote`; `precision` is "fp16", "fp8", "int8", "int4",
-    "int3" or "int2".
+    `page` counts from 1; `unit` says what it is: "page", or what the format has in its place (see `Page`). `start` and
+    `end` are character offsets into that page's text, so that `page_text[start:end] == quote`; `precision` is "fp16",
+    "fp8", "int8", "int4", "int3" or "int2"; `file` is the path where several files were read as one document.
     """
 
     page: int
@@ -29,6 +30,21 @@ class Citation:
     quote: str
     score: float
     precision: str
+    unit: str = "page"
+    file: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for people: "p. iv", "slide 3: Costs", "b.docx, Birds > Ducks"."""
+        place = self._place_in_file
+        return place if self.file is None else f"{PurePath(self.file).name}, {place}"
+
+    @property
+    def _place_in_file(self) -> str:
+        label = " ".join(self.page_label.split()) or str(self.page)
+        if self.unit == "page":
+            return f"p. {label}" + (f", page {self.page} of the file" if label != str(self.page) else "")
+        return f"{self.unit} {label}" if self.unit in ("slide", "sheet") else label
 
 
 @dataclass(frozen=True)

@@ -39,19 +39,21 @@ class Widths:
     def on_ladder(cls, height: float) -> Widths:
         """Those of a height from 0, where nearly all is at 2 bits, to `LADDER_HEIGHT`, where nothing is quantized.
 
-        Near 0.5 they are those of `DEFAULT_WIDTHS`, but for short documents. Bits go to keys first, where 2 of them
+        Near 0.6 they are those of `DEFAULT_WIDTHS`, but for short documents. Bits go to keys first, where 2 of them
         lose most.
         """
         step = min(int(height), LADDER_HEIGHT - 1)
         share = height - step
         keys, values = _LADDER[step]
-        return cls(keys, values, share, 0.6 * share if share <= 0.5 else 1.4 * share - 0.4)
+        return cls(keys, values, share, 0.5 * share if share <= 0.6 else 1.75 * share - 0.75)
 
 
 _LADDER = (((2, 4), (2, 3)), ((4, 8), (3, 4)), ((8, FULL), (4, 8)), ((FULL, FULL), (8, FULL)))
 LADDER_HEIGHT = len(_LADDER)
+# Of the first chunk, in which attention sinks, as exact as unquantized and half its size.
+SINK_BITS = 8
 # A short document takes little, and more of it matters: a thousand tokens have the more bits.
-DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.52, 0.3, least=8)
+DEFAULT_WIDTHS = Widths((2, 4), (2, 3), 0.59, 0.3, least=8)
 LOW_WIDTHS = Widths((2, 4), (2, 3), 0.0, 0.0)
 
 
@@ -242,7 +244,7 @@ def _attention_plan(policy: str, scores: np.ndarray, widths: Widths) -> BitPlan:
         bits = np.where(fixed, high, low).astype(np.int8)
         bits[others[: max(0, max(round(share * spans), widths.least) - int(fixed.sum()))]] = high
         bits = bits.repeat(SPAN)[:chunks]
-        bits[:1] = FULL
+        bits[:1] = max(SINK_BITS, high)
         bits.flags.writeable = False
         return bits[None]
 

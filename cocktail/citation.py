@@ -63,6 +63,8 @@ def cite(
             quote=quote.text,
             score=round(quote.support, 4),
             precision=plan.precision(quote.passage) if quote.passage < len(tokenized.chunks) else LABELS[FULL],
+            unit=document.pages[quote.page].unit,
+            file=document.pages[quote.page].file,
         )
         for quote in best_quotes(tokenized, question, answer, scores, limit)
     )

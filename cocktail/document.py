@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -27,11 +28,14 @@ __all__ = [
 ]
 
 PAGE_SEPARATOR = "\n\n"
-SUPPORTED = "Supported are PDF, Markdown, plain text and source code."
+SUPPORTED = "Supported are PDF, DOCX, PPTX, XLSX, HTML, EPUB, ODT, ODP, ODS, Markdown, plain text and source code."
 # Under this share of real text a page is reported; good pages of real files lie above 0.97.
 MIN_QUALITY = 0.9
+_LIBRARIES = (
+    *("pypdfium2", "charset-normalizer", "lxml", "mammoth", "python-pptx", "openpyxl", "beautifulsoup4", "markdownify"),
+)
 # Raised when the same bytes give other text.
-_EXTRACTOR = 2
+_EXTRACTOR = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Document:
 
     Args:
         path: As the user gave it; "-" is standard input.
-        format: "pdf", "markdown", "text" or "code".
+        format: "pdf", "docx", "pptx", "xlsx", "html", "epub", "odt", "odp", "ods", "markdown", "text" or "code".
         sha256: Of the file's bytes, hexadecimal.
         pages: The pages read, in the file's order; without those left out by --pages or damaged.
         page_count: Pages in the file.
@@ -60,6 +64,11 @@ class Document:
     def text(self) -> str:
         """The pages' texts, joined by PAGE_SEPARATOR."""
         return PAGE_SEPARATOR.join(page.text for page in self.pages)
+
+    @property
+    def unit(self) -> str:
+        """What its pages are; see `Page`."""
+        return self.pages[0].unit if self.pages else "page"
 
     @cached_property
     def page_starts(self) -> tuple[int, ...]:
@@ -96,10 +105,10 @@ def read_document(
         UsageError: `pages` does not fit the document.
     """
     sink: Reporter = reporter or SilentReporter()
-    warnings: list[str] = []
+    noted: list[str] = []
 
     def warn(message: str) -> None:
-        warnings.append(message)
+        noted.append(message)
         sink.warn(message)
 
     name = "standard input" if path == "-" else path
@@ -115,21 +124,25 @@ def read_document(
         )
     else:
         is_locked = False
-        file_format, everything = _read_text(data, path, name, warn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # libraries warn of what readers of an answer cannot change
+            file_format, everything = _read_other(data, path, name, sink, warn)
         page_count = len(everything)
-        wanted = parse_page_ranges(pages, page_count) if pages is not None else range(1, page_count + 1)
+        wanted: Iterable[int] = range(1, page_count + 1)
+        if pages is not None:
+            wanted = parse_page_ranges(pages, page_count, everything[0].unit)
         read = [everything[number - 1] for number in wanted]
     _check_text(read, page_count, file_format, name, ocr, warn)
     _check_quality(read, page_count, name, strict, warn)
     digest = hashlib.sha256(data).hexdigest()
-    return Document(path, file_format, digest, tuple(read), page_count, tuple(warnings), is_locked)
+    return Document(path, file_format, digest, tuple(read), page_count, tuple(noted), is_locked)
 
 
 def extractor_version(ocr: bool) -> str:
     """What the text of the same bytes depends on; see `read_document` for `ocr`."""
     from cocktail.ocr import ocr_version
 
-    libraries = (f"{name} {version(name)}" for name in ("pypdfium2", "charset-normalizer"))
+    libraries = (f"{name} {version(name)}" for name in _LIBRARIES)
     return ", ".join((f"cocktail {_EXTRACTOR}", *libraries, (ocr_version() if ocr else None) or "no OCR"))
 
 
@@ -163,11 +176,31 @@ def document_bytes(path: str) -> bytes:
         raise DocumentError(f"{path} is larger than the free memory.", "Split it into smaller files.") from error
 
 
-def _read_text(data: bytes, path: str, name: str, warn: Callable[[str], None]) -> tuple[str, list[Page]]:
-    """Returns the format and the pages, which form feeds part."""
+def _read_other(
+    data: bytes, path: str, name: str, reporter: Reporter, warn: Callable[[str], None]
+) -> tuple[str, list[Page]]:
+    """Returns the format and the pages of what is no PDF."""
+    kind = binary_kind(data)
+    if kind is not None:
+        from cocktail.containers import read_container  # as with PDFium
+
+        if found := read_container(data, kind, name, path, reporter, warn):
+            return found
+    else:
+        from cocktail.web_page import is_html, read_html
+
+        if is_html(data, path):
+            with reporter.stage("parse", unit="bytes"):
+                return "html", read_html(data, name, warn)
+    return _read_text(data, path, name, kind, warn)
+
+
+def _read_text(
+    data: bytes, path: str, name: str, kind: str | None, warn: Callable[[str], None]
+) -> tuple[str, list[Page]]:
+    """Returns the format and the pages, which form feeds part, or headings in Markdown."""
     from cocktail.text_file import decode_text, text_format  # charset-normalizer takes longer to load than to run
 
-    kind = binary_kind(data)
     if kind is None and (decoded := decode_text(data)) is not None:
         text, doubt = decoded
         if doubt:
@@ -177,8 +210,12 @@ def _read_text(data: bytes, path: str, name: str, warn: Callable[[str], None]) -
         parts = text.split("\f")
         if len(parts) > 1 and not parts[-1].strip():  # a form feed ends a page rather than starts one
             parts.pop()
-        pages = [Page(i, str(i), part, text_quality(part)) for i, part in enumerate(parts, start=1)]
-        return text_format(path, text), pages
+        file_format = text_format(path, text)
+        if file_format == "markdown" and len(parts) == 1:
+            from cocktail.sections import read_markdown
+
+            return file_format, read_markdown(text, name)
+        return file_format, [Page(i, str(i), part, text_quality(part)) for i, part in enumerate(parts, start=1)]
     if path.lower().endswith(".pdf"):
         raise DocumentError(f"{name} is not a PDF: it is {kind or 'binary data without a PDF header'}.", SUPPORTED)
     raise DocumentError(f"{name} is {kind or 'binary data'}, which this version cannot read.", SUPPORTED)
@@ -190,7 +227,8 @@ def _check_text(
     empty = [page.number for page in read if not page.text.strip()]
     if file_format != "pdf":
         if len(empty) == len(read):
-            raise NoTextError(f"{name} holds only white space.", "Give a file that holds text.")
+            what = "only white space" if read[0].unit == "page" else "no text"
+            raise NoTextError(f"{name} holds {what}.", "Give a file that holds text; text in pictures is not read.")
         return
     if not empty:
         return
@@ -213,8 +251,9 @@ def _check_quality(read: list[Page], page_count: int, name: str, strict: bool, w
     if not garbled:
         return
     worst = min(page.quality for page in garbled)
+    where = format_pages((page.number for page in garbled), unit=garbled[0].unit)
     message = (
-        f"{name}: text of {format_pages(page.number for page in garbled)} of {page_count} is partly unreadable "
+        f"{name}: text of {where} of {page_count} is partly unreadable "
         f"(at worst {worst:.1%} real characters, {MIN_QUALITY:.0%} needed)"
     )
     if strict:

@@ -7,19 +7,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cocktail.answer import Answer
-from cocktail.bit_plan import BitPlan, plan_bits
-from cocktail.chunk import TokenizedDocument, tokenize_document
+from cocktail.answer import Answer, CacheStats
+from cocktail.chunk import tokenize_document
 from cocktail.config import Config
 from cocktail.document import Document, read_document
+from cocktail.errors import UsageError
 from cocktail.out_of_memory import memory_errors
 from cocktail.report import Recorder, Reporter
 from cocktail.stopwatch import Stopwatch
 
 # torch and transformers are imported inside functions, where the seconds they take count as loading.
 if TYPE_CHECKING:
+    from cocktail.inspection import Inspection
     from cocktail.job import Job
     from cocktail.kept_context import KeptDocument
     from cocktail.loaded_models import LoadedModels
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
 class Request:
     """What is asked about what; `data` holds the document's bytes where they are not in a file, as for "-".
 
-    `alike` refuses questions that would not all be answered as each would be alone.
+    `alike` refuses questions that would not all be answered as each would be alone. `others` are files that are read
+    after the first as parts of one document, of which nothing is kept on disk.
     """
 
     document: str
@@ -41,11 +41,16 @@ class Request:
     password: str | None = None
     strict: bool = False
     alike: bool = False
+    others: tuple[str, ...] = ()
 
     def read_kept(self, config: Config, reporter: Reporter) -> KeptDocument:
         """As `read`, from the user's store if it is there."""
         from cocktail.kept_context import KeptDocument
 
+        if self.others:
+            # What is kept of a file is removed by its name, and this would be kept under several.
+            joint, stats = self.read(reporter, config.ocr), CacheStats(reason="several documents are not kept")
+            return KeptDocument(joint, None, stats, "exact")
         return KeptDocument.read(
             self.document,
             config,
@@ -66,25 +71,25 @@ class Request:
         Raises:
             CocktailError: It cannot be read, or not as asked.
         """
-        return read_document(
-            self.document,
-            data=self.data,
-            pages=self.pages,
-            password=self.password,
-            strict=self.strict,
-            ocr=ocr,
-            reporter=reporter,
+        from cocktail.joint_document import join_documents
+
+        if self.others and self.pages is not None:
+            raise UsageError("--pages goes with one document.", "Leave it out, or ask one document at a time.")
+        sources = [(self.document, self.data), *((path, None) for path in self.others)]
+        return join_documents(
+            [
+                read_document(
+                    path,
+                    data=data,
+                    pages=self.pages,
+                    password=self.password,
+                    strict=self.strict,
+                    ocr=ocr,
+                    reporter=reporter,
+                )
+                for path, data in sources
+            ]
         )
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """How a document would be read: `scores` is [num_chunks]; it and `plan` are None without a question."""
-
-    document: Document
-    tokenized: TokenizedDocument
-    scores: np.ndarray | None
-    plan: BitPlan | None
 
 
 def answer_questions(
@@ -198,22 +203,18 @@ def _answers(
 
 
 def inspect_document(request: Request, config: Config, reporter: Reporter) -> Inspection:
-    """How the document would be read and, given a question, scored and planned; loads no decoder weights."""
+    """How the document would be read and, given questions, scored and planned; loads no decoder weights."""
     document = request.read(reporter, config.ocr)
-    from cocktail.context import ContextLayout
+    from cocktail.inspection import Inspection, inspect_reading
     from cocktail.model import load_tokenizer
     from cocktail.model_source import resolve_model
     from cocktail.reading import read_for_questions
 
     folder = resolve_model(config.model, config, reporter)
     if not request.questions:
-        tokenized = tokenize_document(document, load_tokenizer(folder), config.chunk_size, reporter)
-        return Inspection(document, tokenized, None, None)
-    reading = read_for_questions(document, request.questions[:1], folder, config, reporter, Stopwatch())
-    scores = reading.scores[0]
-    layout = ContextLayout.of(len(reading.prompt.prefix_ids), len(reading.tokenized.token_ids), config.chunk_size)
-    plan = plan_bits(config.kv, scores, config.alpha, config.beta, layout)
-    return Inspection(document, reading.tokenized, scores, plan)
+        return Inspection(document, tokenize_document(document, load_tokenizer(folder), config.chunk_size, reporter))
+    reading = read_for_questions(document, request.questions, folder, config, reporter, Stopwatch())
+    return inspect_reading(reading, request.questions, config)
 
 
 def check_run(config: Config, reporter: Reporter) -> None:

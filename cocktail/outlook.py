@@ -222,6 +222,17 @@ class Outlook:
         fp16 = 2 * self.geometry.values_per_token * self.lengths.total
         return KvBytes(policy, bits.counts(), by_precision, total - sum(by_precision.values()), total, fp16)
 
+    @property
+    def fp16_chunk_bytes(self) -> int:
+        """What the document's chunks take at two bytes a value, but for layers with a sliding window."""
+        layout, layers = self.lengths.layout, self.geometry.num_layers
+        values = self.geometry.values_per_token * (layers - self.windowed) // layers
+        return 2 * values * layout.num_chunks * layout.chunk_size
+
+    def chunk_bytes(self, plan: BitPlan) -> int:
+        """What they take by a plan."""
+        return sum(bytes_by_key_bits(self.geometry, self.lengths.layout, plan, self._itemsize).values())
+
     def _within(self, budget: KvBudget) -> Widths:
         """The most bits whose chunks take no more than a budget.
 
@@ -232,11 +243,9 @@ class Outlook:
         flat = np.zeros(layout.num_chunks, dtype=np.float32)
 
         def taken(height: float) -> int:
-            plan = plan_bits("cocktail", flat, 0.0, 0.0, layout, Widths.on_ladder(height))
-            return sum(bytes_by_key_bits(self.geometry, layout, plan, self._itemsize).values())
+            return self.chunk_bytes(plan_bits("cocktail", flat, 0.0, 0.0, layout, Widths.on_ladder(height)))
 
-        values = self.geometry.values_per_token * (self.geometry.num_layers - self.windowed) // self.geometry.num_layers
-        full = 2 * values * layout.num_chunks * layout.chunk_size
+        full = self.fp16_chunk_bytes
         most = budget.nbytes if budget.share is None else int(budget.share * full)
         assert most is not None
         heights = [step / _HEIGHTS for step in range(LADDER_HEIGHT * _HEIGHTS + 1)]

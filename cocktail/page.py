@@ -38,19 +38,24 @@ _RANGE = re.compile(r"(\d{0,9})\s*(-?)\s*(\d{0,9})", re.ASCII)
 
 @dataclass(frozen=True)
 class Page:
-    """One page.
+    """One page, or what a format has in its place: a section, slide, sheet or chapter.
 
     Args:
         number: Position in the file, from 1.
-        label: What the PDF calls the page ("iv", "12"), else the number.
+        label: What the PDF calls the page ("iv", "12"), the headings above a section, a slide's or sheet's or
+            chapter's name, else the number.
         text: The page's text, newlines as "\\n", encodable as UTF-8.
         quality: Share of the visible characters that are real text, 0 to 1; 1 for a page without any.
+        unit: "page", "section", "slide", "sheet" or "chapter".
+        file: The file's path where several are read as one document; else None.
     """
 
     number: int
     label: str
     text: str
     quality: float
+    unit: str = "page"
+    file: str | None = None
 
 
 def page_from_pdf_text(number: int, label: str, raw: str) -> Page:
@@ -100,17 +105,18 @@ def drop_unprintable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
-def parse_page_ranges(spec: str, page_count: int) -> list[int]:
+def parse_page_ranges(spec: str, page_count: int, unit: str = "page") -> list[int]:
     """Returns the page numbers that a specification names, ascending and each once.
 
     Args:
         spec: Ranges of positions from 1, such as "3-10", "1,4-6", "5-" or "-3".
         page_count: Pages in the document.
+        unit: What messages call a page; see `Page`.
 
     Raises:
         UsageError: The specification cannot be read or names a page that the document does not have.
     """
-    has = "1 page" if page_count == 1 else f"{page_count} pages"
+    has = f"1 {unit}" if page_count == 1 else f"{page_count} {unit}s"
     hint = 'Count pages from 1 in the file, whatever is printed on them: "3-10", "1,4-6", "5-" or "-3".'
     chosen: set[int] = set()
     for part in spec.split(","):
@@ -127,7 +133,7 @@ def parse_page_ranges(spec: str, page_count: int) -> list[int]:
     return sorted(chosen)
 
 
-def format_pages(numbers: Iterable[int], most: int = 20) -> str:
+def format_pages(numbers: Iterable[int], most: int = 20, unit: str = "page") -> str:
     """Returns "page 4" or "pages 1-3, 7" for ascending page numbers, at most `most` ranges of them."""
     ranges: list[list[int]] = []
     for number in numbers:
@@ -138,4 +144,4 @@ def format_pages(numbers: Iterable[int], most: int = 20) -> str:
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     more = f" and {len(parts) - most} more ranges" if len(parts) > most else ""
     several = len(ranges) > 1 or ranges[0][0] != ranges[0][1]
-    return ("pages " if several else "page ") + ", ".join(parts[:most]) + more
+    return (f"{unit}s " if several else f"{unit} ") + ", ".join(parts[:most]) + more

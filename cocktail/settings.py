@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -26,6 +27,8 @@ DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODELS = tuple(entry.name for entry in registry().values() if entry.kind == "decoder")
 SCORERS = (*(entry.name for entry in registry().values() if entry.kind == "encoder"), "bm25", "hybrid")
 DEFAULT_ORIGIN = "default"
+# Read elsewhere.
+OTHER_VARIABLES = {"COCKTAIL_PASSWORD"}
 
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _MAX_FILE_BYTES = 64 * 1024
@@ -243,6 +246,13 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     return Settings(items)
 
 
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the names of variables that look like settings and are none, in order."""
+    known = {f"COCKTAIL_{key.upper()}" for key in PARSERS} | OTHER_VARIABLES
+    environ = os.environ if environ is None else environ
+    return sorted(name for name in environ if name.startswith("COCKTAIL_") and name not in known)
+
+
 def flag_name(key: str) -> str:
     """Returns the long option of a setting, `--max-tokens` for `max_tokens`."""
     return "--" + key.replace("_", "-")
@@ -270,7 +280,8 @@ def _select_rule(items: dict[str, Setting]) -> None:
     budget = items["kv_budget"]
     if items["kv"].value != "cocktail" and budget.origin != flag_name("kv_budget"):
         # A file's or a variable's is for the policy that has one.
-        items["kv_budget"] = Setting("kv_budget", None, DEFAULT_ORIGIN)
+        origin = DEFAULT_ORIGIN if budget.value is None else items["kv"].origin
+        items["kv_budget"] = Setting("kv_budget", None, origin)
 
 
 def _select_draft(items: dict[str, Setting]) -> None:
@@ -304,7 +315,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} holds a number of too many digits.", "Correct the file or move it away.") from error
     for key in values:
         if key not in PARSERS:
-            raise UsageError(f"{path} holds an unknown key: {key}.", "Known keys: " + ", ".join(PARSERS) + ".")
+            near = difflib.get_close_matches(key, PARSERS, 1)
+            meant = f"Did you mean {near[0]}? " if near else ""
+            raise UsageError(f"{path} holds an unknown key: {key}.", f"{meant}Known keys: {', '.join(PARSERS)}.")
     if path.name == PROJECT_FILE:
         _check_project_file(path, values)
     return values

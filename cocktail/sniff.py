@@ -7,6 +7,8 @@ import zipfile
 import zlib
 from pathlib import PurePath
 
+OLD_OFFICE = "an old Office document (DOC, XLS or PPT)"
+DAMAGED_ZIP = "a damaged ZIP archive or Office document"
 # (signature, offset, what a person calls it)
 _SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", 0, "a PNG image"),
@@ -24,7 +26,7 @@ _SIGNATURES = (
     (b"\x28\xb5\x2f\xfd", 0, "a Zstandard archive"),
     (b"7z\xbc\xaf\x27\x1c", 0, "a 7-Zip archive"),
     (b"Rar!\x1a\x07", 0, "a RAR archive"),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", 0, "an old Office document (DOC, XLS or PPT)"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", 0, OLD_OFFICE),
     (b"{\\rtf", 0, "a rich text document (RTF)"),
     (b"%!PS", 0, "a PostScript document"),
     (b"AT&TFORM", 0, "a DjVu document"),
@@ -46,17 +48,26 @@ _WORDS = (
     (b"PAR1", 0, "a Parquet table"),
     (b"GGUF", 0, "a GGUF model (models go to -m)"),
 )
-_ZIP_MEMBERS = (
-    ("word/", "a Word document (DOCX)"),
-    ("ppt/", "a PowerPoint presentation (PPTX)"),
-    ("xl/", "an Excel workbook (XLSX)"),
-)
-_ZIP_MIMETYPES = (
-    (b"application/epub+zip", "an EPUB book"),
-    (b"application/vnd.oasis.opendocument.text", "an OpenDocument text (ODT)"),
-    (b"application/vnd.oasis.opendocument.presentation", "an OpenDocument presentation (ODP)"),
-    (b"application/vnd.oasis.opendocument.spreadsheet", "an OpenDocument spreadsheet (ODS)"),
-)
+# What a person calls the formats in ZIP files, and their names in `Document.format`.
+OFFICE_FORMATS = {
+    "a Word document (DOCX)": "docx",
+    "a PowerPoint presentation (PPTX)": "pptx",
+    "an Excel workbook (XLSX)": "xlsx",
+    "an EPUB book": "epub",
+    "an OpenDocument text (ODT)": "odt",
+    "an OpenDocument presentation (ODP)": "odp",
+    "an OpenDocument spreadsheet (ODS)": "ods",
+}
+_KINDS = {file_format: kind for kind, file_format in OFFICE_FORMATS.items()}
+_ZIP_MEMBERS = (("word/document", "docx"), ("ppt/presentation", "pptx"), ("xl/workbook", "xlsx"))
+_ZIP_FOLDERS = (("word/", "docx"), ("ppt/", "pptx"), ("xl/", "xlsx"))
+_ODF = b"application/vnd.oasis.opendocument."
+# Templates hold the same.
+_ZIP_MIMETYPES = {
+    b"application/epub+zip": "epub",
+    **{_ODF + word: kind for word, kind in ((b"text", "odt"), (b"presentation", "odp"), (b"spreadsheet", "ods"))},
+    **{_ODF + word + b"-template": kind for word, kind in ((b"text", "odt"), (b"presentation", "odp"))},
+}
 
 
 def is_pdf(data: bytes, name: str) -> bool:
@@ -82,17 +93,21 @@ def _zip_kind(data: bytes) -> str:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.namelist()
+            # Of a file that is cut off, what is found is another file within it.
+            if members and min(item.header_offset for item in archive.infolist()) > 0:
+                return DAMAGED_ZIP
             mimetype = b""
             if "mimetype" in members:
                 with archive.open("mimetype") as stored:
                     mimetype = stored.read(100)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError):
-        return "a damaged ZIP archive or Office document"
-    for start, kind in _ZIP_MIMETYPES:
-        if mimetype.strip() == start:
-            return kind
-    if "[Content_Types].xml" in members:
-        for folder, kind in _ZIP_MEMBERS:
-            if any(member.startswith(folder) for member in members):
-                return kind
+        return DAMAGED_ZIP
+    if (found := _ZIP_MIMETYPES.get(mimetype.strip())) is not None:
+        return _KINDS[found]
+    if "META-INF/container.xml" in members:
+        return _KINDS["epub"]
+    # A document may have another embedded: its own main part comes before folders alone.
+    for start, file_format in (*_ZIP_MEMBERS, *_ZIP_FOLDERS):
+        if any(member.startswith(start) for member in members):
+            return _KINDS[file_format]
     return "a ZIP archive"

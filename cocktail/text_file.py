@@ -28,7 +28,7 @@ _ANSI_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 _MARKDOWN_SUFFIXES = frozenset((".md", ".markdown", ".mdown", ".mkd", ".mdx", ".rmd", ".qmd"))
-_CODE_SUFFIXES = frozenset(
+CODE_SUFFIXES = frozenset(
     ".ada .adb .asm .awk .bas .bash .bat .c .cc .clj .cljs .cmake .cmd .coffee .cpp .cs .css .cu .cuh .cxx .d .dart "  # noqa: SIM905
     ".el .elm .erl .ex .exs .f .f03 .f90 .f95 .for .fs .fsx .glsl .go .gradle .groovy .h .hh .hpp .hrl .hs .hxx .inc "
     ".ino .java .jl .js .jsx .kt .kts .less .lisp .lua .m .mjs .mk .ml .mli .mm .nim .nix .pas .php .pl .pm .proto "
@@ -62,7 +62,7 @@ def text_format(name: str, text: str) -> str:
     path = PurePath(name.lower())
     if path.suffix in _MARKDOWN_SUFFIXES:
         return "markdown"
-    if path.suffix in _CODE_SUFFIXES or path.name in _CODE_NAMES or text.startswith("#!"):
+    if path.suffix in CODE_SUFFIXES or path.name in _CODE_NAMES or text.startswith("#!"):
         return "code"
     return "text"
 

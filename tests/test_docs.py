@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pypdfium2
 import pytest
@@ -94,6 +95,27 @@ def test_links_between_documents_resolve(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     broken = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
     assert broken == []
+
+
+def test_screenshots_are_of_commands_that_exist_and_name_nothing_on_the_network() -> None:
+    builder = load("build_screenshots")
+    assert {path.stem for path in builder.SCREENSHOTS.iterdir()} == set(builder.SHOTS), "run `make screenshots`"
+    reference = (DOCS / "cli.md").read_text(encoding="utf-8")
+    for name, arguments in builder.SHOTS.items():
+        svg = (builder.SCREENSHOTS / f"{name}.svg").read_text(encoding="utf-8")
+        text = "".join(ElementTree.fromstring(svg).itertext()).replace("\xa0", " ")
+        assert builder.shown(name) in text, "run `make screenshots`"
+        assert {word for word in arguments if word.startswith("--") and word not in reference} == set()
+        assert re.search(r"url\((?!#)|@import|href=\"(?!#)", svg) is None
+
+
+def test_a_screenshot_shows_what_a_terminal_shows() -> None:
+    builder = load("build_screenshots")
+    drawn = builder.draw("ask", "\x1b[31merror:\x1b[0m [bold] no <tag>\n")
+    text = "".join(ElementTree.fromstring(drawn).itertext()).replace("\xa0", " ")
+    assert "error:" in text
+    assert "[bold] no <tag>" in text
+    assert drawn == builder.draw("ask", "\x1b[31merror:\x1b[0m [bold] no <tag>\n")
 
 
 def test_handbook_explains_every_exit_code() -> None:

@@ -145,7 +145,8 @@ def test_imported_libraries_are_declared() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     declared = set(re.findall(r'^    "([a-z0-9-]+)[><=;]', pyproject, re.MULTILINE))
     tops = {name.partition(".")[0] for path in SOURCES for name in imports(ast.parse(path.read_bytes()))}
-    libraries = tops - set(sys.stdlib_module_names) - {"cocktail"}
+    renamed = {"bs4": "beautifulsoup4", "pptx": "python-pptx"}
+    libraries = {renamed.get(name, name) for name in tops - set(sys.stdlib_module_names) - {"cocktail"}}
     assert {name.replace("_", "-") for name in libraries} <= declared
 
 
@@ -186,6 +187,17 @@ def test_wheel_holds_only_the_package(tmp_path: Path) -> None:
     expected = [p for p in PACKAGE.rglob("*") if p.suffix in {".py", ".json", ".toml"} and "__pycache__" not in p.parts]
     assert {p.relative_to(ROOT).as_posix() for p in expected} == {n for n in names if n.startswith("cocktail/")}
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_map_of_the_code_names_what_is_there_and_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    named = {path for line in tables for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|json)))`", line)}
+    assert len(named) > 40
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+    packages = {module_name(path) for path in PACKAGE.rglob("__init__.py")}
+    assert packages == set(re.findall(r"^\| `[\w/]+/` \| `([\w.]+)` \|", text, re.MULTILINE))
+    assert {f"{folder}/" for folder in ("tests", "docs", *LINKS)} <= named
 
 
 def test_changelog_opens_with_this_version() -> None:

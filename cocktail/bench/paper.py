@@ -14,11 +14,11 @@ from cocktail.bench.paper_numbers import PaperNumbers
 from cocktail.bench.paper_plots import save_paper_plot
 from cocktail.bench.paper_scores import measure_scores
 from cocktail.bench.paper_speed import measure_batches, measure_speed
-from cocktail.bench.plots import check_plot
 from cocktail.bench.results_file import Record
 from cocktail.bit_plan import NOTES
 from cocktail.config import Config
 from cocktail.errors import CocktailError
+from cocktail.plot_file import check_plot
 from cocktail.report import Reporter
 
 _SPEED = ("kv_bytes", "step_bytes", "peak_memory_bytes", "tpot", "less_kv", "less_memory", "less_time")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocktail.bench.plots import new_figure, save_figure
 from cocktail.bench.results_file import Record
+from cocktail.plot_file import new_figure, save_figure
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,14 @@
-"""Plots of results as PNG files, by matplotlib."""
+"""Plots of results, by matplotlib."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cocktail.errors import CocktailError, UsageError
+from cocktail.plot_file import new_figure, save_figure
 
-_DPI = 150
 _LABEL_OFFSET = 5
-
-
-def check_plot(path: Path) -> None:
-    """Returns if a plot can be made and written there.
-
-    Raises:
-        UsageError: matplotlib is missing, or the file cannot be written.
-    """
-    new_figure(1, 1)
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot {path}: its name must end in .png.")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--plot {path} cannot be written.", "Name a file in a folder that exists.")
 
 
 def save_curve(result: Mapping[str, Any], path: Path) -> None:
@@ -89,39 +72,3 @@ def save_heat_maps(result: Mapping[str, Any], path: Path) -> None:
             axes.set_ylabel("depth", fontsize=8)
     figure.suptitle(f"Needles found, {result['model']['name']}", fontsize=10)
     save_figure(figure, path)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
-
-    Raises:
-        UsageError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "--plot needs the package matplotlib, which is not installed.",
-            "Run `pip install 'cocktail-qa[bench]'`, or leave out --plot.",
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Replaces the PNG file as a whole.
-
-    Raises:
-        CocktailError: it cannot be written.
-    """
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=".cocktail-", suffix=".png", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            figure.savefig(file, format="png", dpi=_DPI)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise CocktailError(f"{path} cannot be written: {error.strerror}.") from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)

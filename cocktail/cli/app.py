@@ -21,12 +21,13 @@ from cocktail.cli.batch import batch
 from cocktail.cli.bench import bench_app
 from cocktail.cli.cache import cache_app
 from cocktail.cli.chat import chat
+from cocktail.cli.completion import answer_completion
 from cocktail.cli.config_command import config_app
 from cocktail.cli.doctor import doctor
 from cocktail.cli.grouped import GroupedCommand, help_alone
 from cocktail.cli.inspect import inspect
 from cocktail.cli.models import models_app
-from cocktail.cli.output import Output, json_line, one_line, use_color
+from cocktail.cli.output import Output, json_line, one_line, use_color, write_traceback
 from cocktail.cli.plan import plan
 from cocktail.cli.streams import close_streams, open_streams
 from cocktail.errors import CocktailError, UsageError
@@ -114,6 +115,8 @@ def run(arguments: Sequence[str]) -> int:
 def _invoke(arguments: Sequence[str], warned: list[str]) -> int:
     if "_COCKTAIL_COMPLETE" in os.environ:
         app(prog_name="cocktail")
+    if answer_completion(arguments):
+        return 0
     command = typer.main.get_command(app)
     try:
         # Not command(): that would turn a closed pipe into exit code 1 and Ctrl-C into silence.
@@ -171,7 +174,7 @@ def _fail(cause: BaseException, arguments: Sequence[str], warned: Sequence[str])
     # Where nobody reads any more, the exit code still tells.
     with suppress(OSError):
         if "--debug" in options:
-            traceback.print_exception(cause)
+            write_traceback("".join(traceback.format_exception(cause)))
         sys.stderr.write(f"{red}error:{plain} {one_line(error.message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {one_line(error.hint)}\n")

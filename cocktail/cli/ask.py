@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from itertools import takewhile
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +23,31 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 _MAX_QUESTIONS_BYTES = 4 * 2**20
+# A word that ends so names a document and asks nothing.
+_DOCUMENT_SUFFIXES = frozenset(
+    (".pdf", ".docx", ".pptx", ".xlsx", ".html", ".htm", ".epub", ".odt", ".odp", ".ods", ".md", ".txt")
+)
 _EXAMPLE = 'For example: cocktail ask report.pdf "Who wrote it?"'
+
+MoreQuestions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-q",
+        "--question",
+        metavar="QUESTION",
+        help="One more question; repeatable. All share one reading of the document.",
+        rich_help_panel="Document",
+    ),
+]
+QuestionsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--questions",
+        metavar="FILE",
+        help='One question a line, UTF-8; "-" reads stdin.',
+        rich_help_panel="Document",
+    ),
+]
 
 
 def ask(
@@ -30,25 +56,8 @@ def ask(
     question: Annotated[
         str | None, typer.Argument(metavar="QUESTION", show_default=False, help="The question, in quotes.")
     ] = None,
-    more_questions: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-q",
-            "--question",
-            metavar="QUESTION",
-            help="One more question; repeatable. All share one reading of the document.",
-            rich_help_panel="Document",
-        ),
-    ] = None,
-    questions_file: Annotated[
-        str | None,
-        typer.Option(
-            "--questions",
-            metavar="FILE",
-            help='One question a line, UTF-8; "-" reads stdin.',
-            rich_help_panel="Document",
-        ),
-    ] = None,
+    more_questions: MoreQuestions = None,
+    questions_file: QuestionsFile = None,
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
@@ -92,15 +101,18 @@ def ask(
     color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
-    """Answer questions about a document, with the pages the answers come from.
+    """Answer questions about one or more documents, with the pages the answers come from.
+
+    Every file that is named, as by a glob, is a document; the last word is the question. Several are read as one.
 
     The answer goes to stdout, its sources to stderr. Answers to several questions come in order, a blank line between
     them; with --json each is one line.
     """
-    check_words(ctx, document, question)
+    others, question = split_words(question, ctx.args)
     config = resolve(ctx.params).config()
     target = Output(output)
-    target.keep_apart("DOC", document)
+    for path in (document, *others):
+        target.keep_apart("DOC", path)
     target.keep_apart("--questions", questions_file)
     if document == STDIN and questions_file == STDIN:
         raise UsageError(
@@ -115,7 +127,7 @@ def ask(
     display = Display(quiet, verbose, not no_progress, color, stream=not (json or no_stream or target.path))
     reporter = TerminalReporter(target, display, questions, warned=ctx.obj)
     secret = None if password is None else as_utf8(password)
-    request = Request(document, questions, data=data, pages=pages, password=secret, strict=strict)
+    request = Request(document, questions, data=data, pages=pages, password=secret, strict=strict, others=others)
     interrupted = False
     try:
         # What a library prints is not the answer.
@@ -133,6 +145,27 @@ def ask(
             reporter.warn("interrupted; the answer is incomplete.")
         raise typer.Exit(signals.exit_code())
     target.commit()
+
+
+def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Returns the documents after the first, and the question, from the words after the first document.
+
+    A word is a document if there is such a file; the question comes last.
+
+    Raises:
+        UsageError: There is no such file, or more than one word is none.
+    """
+    words = [word for word in (question, *more) if word is not None]
+    others = tuple(takewhile(os.path.isfile, words))
+    rest = words[len(others) :]
+    if rest and PurePath(rest[0]).suffix.lower() in _DOCUMENT_SUFFIXES and len(rest[0].split()) == 1:
+        raise UsageError(f"There is no file {rest[0]}.", "Check the spelling; a question has more than one word.")
+    if len(rest) > 1:
+        raise UsageError(
+            f"Got more than DOC and QUESTION: {' '.join(rest[1:])}.",
+            f"Put the question in quotes, after the documents. {_EXAMPLE}",
+        )
+    return others, rest[0] if rest else None
 
 
 def check_words(ctx: typer.Context, document: str, question: str | None) -> None:

@@ -13,7 +13,7 @@ import typer
 from cocktail.batch_file import BatchQuestion, RefusedLine, read_batch
 from cocktail.cli import options, signals
 from cocktail.cli.ask import read_input
-from cocktail.cli.output import Output, json_line
+from cocktail.cli.output import Output, json_line, write_traceback
 from cocktail.config import ENGINES, Config
 from cocktail.errors import BatchError, CocktailError, UsageError
 from cocktail.settings import resolve
@@ -214,7 +214,7 @@ def _run(
 
     began, before = time.perf_counter(), _count(items, journal)
     groups = group_questions(pending)
-    with closing(_worker(config, _Once(reporter), sys.stderr.write if debug else None)) as worker:
+    with closing(_worker(config, _Once(reporter), write_traceback if debug else None)) as worker:
         journal.begin()
         worker.check(groups)
         with reporter.stage("batch", total=len(items), unit="questions") as advance:

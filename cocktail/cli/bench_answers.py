@@ -106,7 +106,7 @@ def plot_path(plot: str | None) -> Path | None:
     """
     if plot is None:
         return None
-    from cocktail.bench.plots import check_plot
+    from cocktail.plot_file import check_plot
 
     check_plot(Path(plot))
     return Path(plot)

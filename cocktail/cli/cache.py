@@ -29,6 +29,7 @@ def list_cache(
     ctx: typer.Context,
     cache_dir: options.CacheDir = None,
     json: options.Json = False,
+    color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
     """List the documents that are kept, that which was used last first."""
@@ -54,7 +55,9 @@ def list_cache(
 
 
 @cache_app.command("path", cls=GroupedCommand)
-def cache_path(ctx: typer.Context, cache_dir: options.CacheDir = None, debug: options.Debug = False) -> None:
+def cache_path(
+    ctx: typer.Context, cache_dir: options.CacheDir = None, color: options.Color = "auto", debug: options.Debug = False
+) -> None:
     """Print the folder that documents are kept in; it need not exist."""
     Output().write(f"{_store(ctx).root}\n")
 
@@ -72,6 +75,7 @@ def remove_from_cache(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all that is kept.")] = False,
     cache_dir: options.CacheDir = None,
+    color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
     """Remove all that is kept of documents: text, embeddings, keys and values."""
@@ -90,6 +94,7 @@ def prune_cache(
     ctx: typer.Context,
     cache_size: options.CacheSize = None,
     cache_dir: options.CacheDir = None,
+    color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
     """Remove what was not used for the longest time, until the rest takes no more than --cache-size."""

@@ -243,6 +243,6 @@ def transcript(answers: list[Answer]) -> str:
     parts = [f"# {one_line(os.path.basename(answers[0].document.path))}\n"]
     for answer in answers:
         parts.append(f"\n## {one_line(answer.question)}\n\n{answer.answer}\n")
-        sources = (f"- p. {one_line(cited.page_label)}: {one_line(cited.quote)}\n" for cited in answer.citations)
+        sources = (f"- {one_line(cited.place)}: {one_line(cited.quote)}\n" for cited in answer.citations)
         parts += ["\n", *sources] if answer.citations else []
     return "".join(parts)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,16 +18,17 @@ from cocktail import __version__
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options
 from cocktail.cli.models import model_records
-from cocktail.cli.output import Output, aligned, json_line, one_line
+from cocktail.cli.output import Output, aligned, counted, is_terminal, json_line, one_line
 from cocktail.config import Config
 from cocktail.offload.budget import format_bytes
-from cocktail.settings import project_file, resolve, user_file
+from cocktail.settings import project_file, resolve, unknown_variables, user_file
 
 _NEEDED = ("torch", "transformers", "sentence-transformers", "pypdfium2", "bm25s")
 # What an absent package means for the user.
 _OPTIONAL = {
     "numba": "the CPU's compiled kernels are off; plain PyTorch is used, which is slower",
     "triton": "GPU kernels are off; the torch reference is used",
+    "rapidocr": "pages that are pictures cannot be read; pip install 'cocktail-qa[ocr]' adds it",
     "bitsandbytes": "not needed; models are read as BF16, FP16 or FP32",
 }
 _LOW_DISK_BYTES = 2 * 10**9
@@ -32,12 +36,27 @@ _LOW_DISK_BYTES = 2 * 10**9
 
 def doctor(
     ctx: typer.Context,
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test/--no-self-test",
+            show_default=False,
+            help="Answer a question about a few lines, while no socket can be opened (default: yes).",
+        ),
+    ] = True,
     cache_dir: options.CacheDir = None,
     json: options.Json = False,
+    color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
-    """Show versions, devices, memory, disk and models; exit code 1 where something needed is broken."""
-    report = examine(resolve(ctx.params).config())
+    """Show versions, devices, memory, disk and models, and answer a question; exit code 1 where something is broken.
+
+    The self-test takes a few seconds, and up to a minute the first time, when kernels are compiled for this CPU.
+    """
+    config = resolve(ctx.params).config()
+    report = examine(config)
+    if self_test and "torch" in sys.modules:
+        report["self_test"] = _self_test(config, color, report["problems"])
     if json:
         Output().write(json_line({"schema_version": SCHEMA_VERSION, "ok": not report["problems"], **report}) + "\n")
     else:
@@ -70,7 +89,9 @@ def examine(config: Config) -> dict[str, Any]:
     for name in (config.model, config.scorer):
         if name in absent:
             notes.append(f"{name} is not there yet: the first run fetches it, or cocktail models pull {name}")
+    notes += [f"{name} is no setting; it is not read" for name in unknown_variables()]
     return {
+        "self_test": None,
         "versions": versions,
         "platform": platform.platform() + (" (WSL)" if wsl else ""),
         "wsl": wsl,
@@ -84,6 +105,25 @@ def examine(config: Config) -> dict[str, Any]:
         "problems": problems,
         "notes": notes,
     }
+
+
+def _self_test(config: Config, color: str, problems: list[str]) -> dict[str, Any]:
+    """Returns how a real answer went; one that did not come is a problem."""
+    from cocktail.cli.render import Display, TerminalReporter
+    from cocktail.report import SilentReporter
+    from cocktail.self_test import run_self_test
+
+    target = Output()
+    shown = TerminalReporter(target, Display(color=color, stream=False)) if is_terminal(sys.stderr) else None
+    try:
+        with redirect_stdout(sys.stderr):
+            found = run_self_test(config, shown or SilentReporter())
+    finally:
+        if shown is not None:
+            shown.close()
+    if found.reason is not None:
+        problems.append(one_line(f"the self-test failed: {found.reason}"))
+    return {"passed": found.reason is None, **asdict(found), "seconds": round(found.seconds, 3)}
 
 
 def _version(package: str) -> str | None:
@@ -170,7 +210,18 @@ def _cache(config: Config, problems: list[str], notes: list[str]) -> dict[str, A
     free = shutil.disk_usage(existing).free
     if free < _LOW_DISK_BYTES:
         notes.append(f"only {format_bytes(free)} are free where models are kept")
-    return {"models": str(folder), "free_bytes": free, "writable": writable}
+    return {"models": str(folder), "free_bytes": free, "writable": writable, "documents": _documents(config)}
+
+
+def _documents(config: Config) -> dict[str, Any]:
+    """Returns what is kept of documents, and what may be kept."""
+    from cocktail.kept_context import open_store
+    from cocktail.report import SilentReporter
+
+    store = open_store(config, SilentReporter())
+    entries = store.entries()
+    kept = sum(entry.size for entry in entries)
+    return {"path": str(store.root), "count": len(entries), "bytes": kept, "limit_bytes": store.limit_bytes}
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -191,8 +242,16 @@ def _lines(report: dict[str, Any]) -> list[str]:
         kind = "copies by one thread" if len(report["devices"]) == 1 else "host memory to the card"
         rows.append(("link", f"{format_bytes(round(rate))}/s, {kind}"))
     rows.append(("models in", f"{report['cache']['models']}, {format_bytes(report['cache']['free_bytes'])} free"))
+    documents = report["cache"]["documents"]
+    kept = f"{counted(documents['count'], 'document')} kept, {format_bytes(documents['bytes'])}"
+    rows.append(("documents in", f"{documents['path']}, {kept} of {format_bytes(documents['limit_bytes'])}"))
     rows += [("settings", path) for path in report["settings_files"]]
     rows += [("model", f"{model['name']}: {model['path']}") for model in report["models"] if model["path"]]
+    if (test := report["self_test"]) is not None:
+        verdict = "passed" if test["passed"] else "failed"
+        where = "" if test["device"] is None else f" on {test['device']}"
+        how = f"{test['model']} and {test['scorer']}{where}, sockets forbidden"
+        rows.append(("self-test", f"{verdict} in {test['seconds']:.1f} s: {how}"))
     rows += [("note", note) for note in report["notes"]]
     rows += [("problem", problem) for problem in report["problems"]]
     table = aligned(("doctor", ""), rows).splitlines()[1:]

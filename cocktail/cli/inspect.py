@@ -1,4 +1,4 @@
-"""`cocktail inspect`: pages, text quality and chunks of a document; with a question also scores and bits."""
+"""`cocktail inspect`: pages, text quality and chunks of a document; with questions also scores and bits."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options, signals
-from cocktail.cli.ask import STDIN, check_words, collect_questions, read_stdin
+from cocktail.cli.ask import STDIN, MoreQuestions, QuestionsFile, check_words, collect_questions, read_stdin
 from cocktail.cli.output import Output, aligned, counted, json_line, one_line, use_color
+from cocktail.errors import UsageError
 from cocktail.settings import as_utf8, resolve
 
 if TYPE_CHECKING:
-    from cocktail.engine import Inspection
+    from cocktail.inspection import InspectedQuestion, Inspection
 
 _TOP_CHUNKS = 5
 _PREVIEW_LENGTH = 100
@@ -33,6 +35,17 @@ def inspect(
     question: Annotated[
         str | None, typer.Argument(metavar="QUESTION", show_default=False, help="Also show scores and bits for it.")
     ] = None,
+    more_questions: MoreQuestions = None,
+    questions_file: QuestionsFile = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw each question's scores and bits along the document (.png, .svg or .pdf); needs matplotlib.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
     pages: options.Pages = None,
     password: options.Password = None,
     strict: options.Strict = False,
@@ -41,6 +54,7 @@ def inspect(
     cache_dir: options.CacheDir = None,
     offline: options.Offline = None,
     kv: options.Kv = None,
+    kv_budget: options.KvBudget = None,
     scorer: options.Scorer = None,
     chunk_size: options.ChunkSize = None,
     alpha: options.Alpha = None,
@@ -52,14 +66,17 @@ def inspect(
     color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
-    """Show a document's pages, text quality and chunks; with a question also scores and bits.
+    """Show a document's pages, text quality and chunks; with questions also scores and bits.
 
-    Loads the tokenizer, and with a question the encoder, but never the model's weights.
+    Loads the tokenizer, and with a question the encoder, but never the model's weights. So bits that each layer's
+    attention deals out are shown as the scores alone would have them.
     """
     check_words(ctx, document, question)
     config = resolve(ctx.params).config()
     target = Output()
-    questions = collect_questions(question, (), None) if question is not None else ()
+    asks = question is not None or more_questions or questions_file is not None
+    questions = collect_questions(question, more_questions or (), questions_file) if asks else ()
+    drawing = _drawing(plot, document, questions_file, questions)
     data = read_stdin("the document") if document == STDIN else None
 
     from cocktail.cli.render import Display, TerminalReporter
@@ -71,21 +88,50 @@ def inspect(
     try:
         with redirect_stdout(sys.stderr):
             inspection = inspect_document(request, config, reporter)
+            if drawing is not None:
+                from cocktail.inspection_plot import save_inspection_plot
+
+                save_inspection_plot(inspection, drawing)
     finally:
         with signals.ignored():
             reporter.close()
     if json:
-        target.write(json_line(inspection_json(inspection, questions[0] if questions else None)) + "\n")
+        target.write(json_line(inspection_json(inspection, ctx.obj or ())) + "\n")
         return
     width = shutil.get_terminal_size().columns if target.terminal else _PIPED_WIDTH
     for line in _lines(inspection, width, colored=use_color(sys.stdout, color)):
         sys.stdout.write(line + "\n")
 
 
-def inspection_json(inspection: Inspection, question: str | None) -> dict[str, Any]:
-    """Returns what was found as JSON: every page and every chunk."""
+def _drawing(plot: str | None, document: str, questions_file: str | None, questions: Sequence[str]) -> Path | None:
+    """Returns the file to draw into, which can be written, by a matplotlib that is installed.
+
+    Raises:
+        UsageError: It is not so, there is nothing to draw, or the file is one that is read.
+    """
+    if plot is None:
+        return None
+    if not questions:
+        raise UsageError(
+            "--plot draws scores, and there is no question.", "Name one after the document, or leave it out."
+        )
+    from cocktail.plot_file import check_plot
+
+    target = Output(plot, "--plot")
+    check_plot(Path(plot))
+    target.keep_apart("DOC", document)
+    target.keep_apart("--questions", questions_file)
+    return target.path
+
+
+def inspection_json(inspection: Inspection, warnings: Sequence[str]) -> dict[str, Any]:
+    """Returns what was found as JSON: every page, every chunk, and every question's scores and bits of them.
+
+    The chunks' own score and precision, `question` and `kv` are the first question's.
+    """
     document, tokenized = inspection.document, inspection.tokenized
-    scores = _scores(inspection)
+    questions = [_question_json(question) for question in inspection.questions]
+    first = questions[0] if questions else None
     chunks = []
     for position, chunk in enumerate(tokenized.chunks):
         body = {
@@ -93,8 +139,10 @@ def inspection_json(inspection: Inspection, question: str | None) -> dict[str, A
             "tokens": chunk.end - chunk.start,
             "page": document.pages[chunk.page_first].number,
             "last_page": document.pages[chunk.page_last].number,
-            "score": scores[position] if scores else None,
-            "precision": inspection.plan.precision(position) if inspection.plan else None,
+            "start": chunk.char_start,
+            "end": chunk.char_end,
+            "score": first["scores"][position] if first else None,
+            "precision": first["precisions"][position] if first else None,
         }
         chunks.append(body)
     return {
@@ -109,15 +157,44 @@ def inspection_json(inspection: Inspection, question: str | None) -> dict[str, A
             "characters": len(document.text),
         },
         "pages": [
-            {"page": page.number, "page_label": page.label, "characters": len(page.text), "quality": page.quality}
+            {
+                "page": page.number,
+                "page_label": page.label,
+                "unit": page.unit,
+                "characters": len(page.text),
+                "quality": page.quality,
+            }
             for page in document.pages
         ],
-        "question": question,
+        "question": first["question"] if first else None,
+        "questions": questions,
         "chunk_size": tokenized.chunk_size,
         "chunks": chunks,
         "unquantized_tail_tokens": len(tokenized.token_ids) - tokenized.remainder_start,
-        "kv": {"policy": inspection.plan.policy, "chunks": inspection.plan.counts()} if inspection.plan else None,
-        "warnings": list(document.warnings),
+        "truncated_tokens": inspection.truncated_tokens,
+        "kv": first["kv"] if first else None,
+        "warnings": list(warnings),
+    }
+
+
+def _question_json(asked: InspectedQuestion) -> dict[str, Any]:
+    """Returns one question's scores and bits, a number a chunk; where `settled` is false, attention will decide."""
+    keys, values = asked.mean_bits()
+    bits = asked.bits_per_value
+    return {
+        "question": asked.question,
+        "kv": {
+            "policy": asked.plan.policy,
+            "chunks": asked.plan.counts(),
+            "chunk_bytes": asked.chunk_bytes,
+            "fp16_chunk_bytes": asked.fp16_bytes,
+            "bits_per_value": None if bits is None else round(bits, 3),
+        },
+        "scores": [float(score) for score in asked.scores],
+        "precisions": [asked.plan.precision(position) for position in range(len(asked.scores))],
+        "key_bits": [round(float(bits), 3) for bits in keys],
+        "value_bits": [round(float(bits), 3) for bits in values],
+        "settled": asked.settled.tolist(),
     }
 
 
@@ -158,18 +235,33 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     rows = [(str(page.number), page.label, f"{len(page.text):,}", f"{page.quality:.2f}") for page in document.pages]
     tail = len(tokenized.token_ids) - tokenized.remainder_start
     lines = [
-        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, 'page')}, "
+        f"{one_line(document.path)}: {document.format}, {counted(document.page_count, document.unit)}, "
         f"{len(document.text):,} characters",
         f"{len(tokenized.token_ids):,} tokens: {len(tokenized.chunks):,} chunks of {tokenized.chunk_size}"
         + (f" and {tail} more" if tail else ""),
         "",
-        aligned(("page", "label", "characters", "quality"), rows),
+        aligned((document.unit, "label", "characters", "quality"), rows),
     ]
-    scores = _scores(inspection)
-    if not scores or inspection.plan is None:
-        return lines
-    precisions = [inspection.plan.precision(position) for position in range(len(scores))]
-    counts = ", ".join(f"{count} {precision}" for precision, count in inspection.plan.counts().items())
+    for asked in inspection.questions:
+        heading = [one_line(asked.question)] if len(inspection.questions) > 1 else []
+        lines += ["", *heading, *_question_lines(inspection, asked, width, colored=colored)]
+    return lines
+
+
+def _question_lines(inspection: Inspection, asked: InspectedQuestion, width: int, *, colored: bool) -> list[str]:
+    document, tokenized, plan = inspection.document, inspection.tokenized, asked.plan
+    scores = [float(score) for score in asked.scores]
+    precisions = [plan.precision(position) for position in range(len(scores))]
+    counts = ", ".join(f"{count} {precision}" for precision, count in plan.counts().items())
+    bits = "" if asked.bits_per_value is None else f", {asked.bits_per_value:.2f} bits a value"
+    if not scores:
+        return [f"{plan.policy}: the document does not fill a chunk, and nothing of it is quantized"]
+    lines = [f"{plan.policy}: {counts}{bits}"]
+    if moved := int((~asked.settled).sum()):
+        lines.append(
+            f"by score, which settles {len(scores) - moved} of them; each layer's attention deals the others' bits out "
+            "anew"
+        )
     best = sorted(range(len(scores)), key=lambda position: -scores[position])[:_TOP_CHUNKS]
     top = [
         (
@@ -181,14 +273,4 @@ def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
         for position in best
     ]
     strip = heat_strip(scores, precisions, width, colored=colored)
-    table = aligned(("score", "kept", "page", "text"), top)
-    by_attention = inspection.plan.movable is not None
-    note = " by score; each layer's attention deals them out anew" if by_attention else ""
-    return [*lines, "", f"{inspection.plan.policy}: {counts}{note}", *strip, "", table]
-
-
-def _scores(inspection: Inspection) -> list[float]:
-    """Returns the score of each full chunk; none without a question."""
-    if inspection.scores is None:
-        return []
-    return [float(score) for score in inspection.scores.reshape(-1)[: len(inspection.tokenized.chunks)]]
+    return [*lines, *strip, "", aligned(("score", "kept", document.unit, "text"), top)]

@@ -15,6 +15,7 @@ from cocktail.cli.output import Output, aligned, json_line
 from cocktail.config import Config
 from cocktail.errors import ModelError
 from cocktail.offload.budget import format_bytes
+from cocktail.registry import registry
 from cocktail.settings import resolve
 
 models_app = typer.Typer(help="List, fetch and find models.", rich_markup_mode=None)
@@ -22,7 +23,12 @@ models_app.callback(invoke_without_command=True)(help_alone)
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", show_default=False, help="A listed name, or a Hugging Face id."),
+    typer.Argument(
+        metavar="NAME",
+        show_default=False,
+        help="A listed name, or a Hugging Face id.",
+        autocompletion=options.complete(tuple(registry())),
+    ),
 ]
 
 
@@ -31,6 +37,7 @@ def list_models(
     ctx: typer.Context,
     cache_dir: options.CacheDir = None,
     json: options.Json = False,
+    color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
     """List the models known by name, and which of them are installed."""
@@ -88,6 +95,7 @@ def model_path(
     ctx: typer.Context,
     name: Name,
     cache_dir: options.CacheDir = None,
+    color: options.Color = "auto",
     debug: options.Debug = False,
 ) -> None:
     """Print the folder of an installed model; exit code 7 where it is not installed."""
@@ -104,7 +112,6 @@ def model_path(
 def model_records(config: Config) -> list[dict[str, Any]]:
     """Returns one record for each model known by name; `path` is None where it is not installed."""
     from cocktail.model_source import installed
-    from cocktail.registry import registry
 
     fields = ("name", "kind", "source", "licence", "context_window", "parameters", "download_bytes")
     records = []

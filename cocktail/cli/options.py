@@ -9,7 +9,7 @@ import typer
 
 from cocktail.config import CACHE_FORMS, DEVICES, DRAFT_BITS, DRAFTS, KV_POLICIES, VERIFIERS, Config
 from cocktail.errors import UsageError
-from cocktail.settings import DTYPE_ALIASES, SCORERS
+from cocktail.settings import DTYPE_ALIASES, MODELS, SCORERS
 
 COLORS = ("auto", "always", "never")
 
@@ -31,7 +31,12 @@ def _color(value: str) -> str:
 
 
 Document = Annotated[
-    str, typer.Argument(metavar="DOC", show_default=False, help='A PDF, Markdown, text or code file; "-" reads stdin.')
+    str,
+    typer.Argument(
+        metavar="DOC",
+        show_default=False,
+        help='A PDF, Office, EPUB, HTML, Markdown, text or code file; "-" reads stdin.',
+    ),
 ]
 Pages = Annotated[
     str | None,
@@ -60,6 +65,7 @@ Model = Annotated[
         "--model",
         metavar="MODEL",
         help=f"A folder, a Hugging Face id, or a name from `cocktail models list` (default: {_DEFAULT.model}).",
+        autocompletion=complete(MODELS),
         rich_help_panel=_MODEL,
     ),
 ]
@@ -325,6 +331,7 @@ DraftModel = Annotated[
         "--draft-model",
         metavar="MODEL",
         help="A smaller model that drafts, with the same tokenizer.",
+        autocompletion=complete(MODELS),
         rich_help_panel=_SPECULATION,
     ),
 ]

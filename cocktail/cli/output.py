@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from cocktail.cli import signals
 from cocktail.errors import CocktailError, UsageError
+from cocktail.replaced_file import replace_file
 
 _NAME_LENGTH = 100
 _BIDI = "\u202a-\u202e\u2066-\u2069"
@@ -46,6 +44,11 @@ def printable(text: str, *, terminal: bool) -> str:
 def one_line(text: str) -> str:
     """Returns `text` on one line without control characters."""
     return printable(" ".join(text.split()), terminal=True)
+
+
+def write_traceback(text: str) -> None:
+    """Writes a traceback to standard error; what an error quotes may come from a document."""
+    sys.stderr.write(printable(text, terminal=is_terminal(sys.stderr)))
 
 
 def counted(count: int, noun: str) -> str:
@@ -122,7 +125,7 @@ class Output:
             return
         content = "".join(self._held).encode("utf-8", "backslashreplace")
         try:
-            _replace(self.path, content)
+            replace_file(self.path, content)
         except OSError as error:
             raise CocktailError(f"{self.path} cannot be written: {error.strerror}.") from error
 
@@ -151,31 +154,3 @@ def _check_target(path: Path, option: str) -> None:
     target = path if path.exists() and not path.is_file() else path.parent
     if not os.access(target, os.W_OK):
         raise UsageError(f"{option} {path}: {target} may not be written.", "Choose another place for the file.")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes `content` to a temporary file beside `path`, then renames it; devices and pipes are written directly."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    with signals.ignored():
-        descriptor, temporary = tempfile.mkstemp(prefix=".cocktail-", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, _mode(path))
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-
-
-def _mode(path: Path) -> int:
-    """Returns the permissions of the file to be replaced, or those a new file would get."""
-    if path.exists():
-        return stat.S_IMODE(path.stat().st_mode)
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

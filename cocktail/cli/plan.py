@@ -32,7 +32,11 @@ def plan(
     ctx: typer.Context,
     document: Annotated[
         str | None,
-        typer.Argument(metavar="DOC", show_default=False, help='A PDF, Markdown, text or code file; "-" reads stdin.'),
+        typer.Argument(
+            metavar="DOC",
+            show_default=False,
+            help='A PDF, Office, EPUB, HTML, Markdown, text or code file; "-" reads stdin.',
+        ),
     ] = None,
     question: Annotated[
         str | None,

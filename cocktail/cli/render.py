@@ -144,17 +144,17 @@ class TerminalReporter:
 
     def status(self, text: str) -> None:
         """Says something in the running stage's progress line."""
-        self._describe(text)
+        self._describe(one_line(text))
 
     def note(self, message: str) -> None:
         """Writes one informational line, unless --quiet."""
         if not self.display.quiet:
-            self._say(message, "dim")
+            self._say(" ".join(message.splitlines()), "dim")
 
     def warn(self, message: str) -> None:
         """Writes one warning line, also with --quiet: what was cut or lost must be said."""
         self._warned.append(message)
-        self._say(f"warning: {message}", "yellow")
+        self._say(f"warning: {one_line(message)}", "yellow")
 
     def error(self, message: str, hint: str | None) -> None:
         """Writes an error that does not end the command, also with --quiet."""
@@ -207,13 +207,11 @@ class TerminalReporter:
         if self.display.quiet:
             return
         for citation in citations:
-            label = one_line(citation.page_label) or str(citation.page)
-            sheet = f", page {citation.page} of the file" if label != str(citation.page) else ""
             quote = one_line(citation.quote)
             if len(quote) > _QUOTE_LENGTH and not whole:
                 quote = quote[: _QUOTE_LENGTH - 1].rstrip() + "…"
             detail = f"  ({citation.score:.2f}, {citation.precision})" if self.display.verbose else ""
-            line = Text.assemble((f"[p. {label}{sheet}]", "cyan"), f" {quote}", (detail, "dim"))
+            line = Text.assemble((f"[{one_line(citation.place)}]", "cyan"), f" {quote}", (detail, "dim"))
             self.console.print(line, soft_wrap=True)
 
     def stats(self, answer: Answer) -> None:
@@ -222,7 +220,7 @@ class TerminalReporter:
         table.add_column(style="dim")
         table.add_column()
         for name, value in stats_rows(answer):
-            table.add_row(name, Text(value))
+            table.add_row(name, Text(one_line(value)))
         self.console.print(table)
 
     def _begin_answer(self) -> None:

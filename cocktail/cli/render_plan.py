@@ -112,7 +112,7 @@ def _facts(report: PlanReport, plan: ResidencyPlan) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in fact_rows(report, plan):
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(one_line(value)))
     return table
 
 

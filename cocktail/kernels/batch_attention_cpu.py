@@ -16,6 +16,7 @@ from cocktail.kernels import mixed_attention_cpu as single
 from cocktail.kernels.batch_attention import RowContexts
 from cocktail.kernels.cpu_loads import load_i64
 from cocktail.kernels.cpu_threads import FUNCTION, IS_PARALLEL, ITEM, ITEMS, OFFSET, STEP_COLUMNS, call, run_steps
+from cocktail.kernels.cpu_vectors import KINDS
 from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.kept_code import kept_cfunc
 
@@ -53,7 +54,7 @@ class _Launch:
         self.num_kv_heads = contexts[0].tail_key.shape[0]
         group = self.num_heads // self.num_kv_heads
         self._owned = np.zeros((len(contexts), _PARAMETERS), np.int64)
-        self._owned[:, single.KIND] = single.KINDS[query.dtype]
+        self._owned[:, single.KIND] = KINDS[query.dtype]
         self._owned[:, single.KV_HEADS], self._owned[:, single.SHARE] = self.num_kv_heads, group
         self._owned[:, single.ROWS] = 1
         groups = {context.table.value_groups for context in contexts} - {0}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -38,6 +39,7 @@ from cocktail.kernels.segment import FP8
 
 # What a row holds: codes of that many bits or FP8 codes, or real numbers.
 FLOAT16, BFLOAT16, FLOAT32 = 16, 17, 32
+KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 BITS_2, BITS_3, BITS_4, BITS_8 = 2, 3, 4, 8
 CODES = (BITS_2, BITS_3, BITS_4, BITS_8, FP8)
 FORMATS = (*CODES, FLOAT16, BFLOAT16, FLOAT32)

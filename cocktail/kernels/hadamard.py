@@ -19,7 +19,8 @@ def hadamard_(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         `x` itself.
     """
     if x.device.type == "cpu" and cpu_kernels():
-        from cocktail.kernels.hadamard_cpu import KINDS, hadamard_cpu
+        from cocktail.kernels.cpu_vectors import KINDS
+        from cocktail.kernels.hadamard_cpu import hadamard_cpu
 
         if x.dtype in KINDS and x.stride(-1) == 1:
             hadamard_cpu(x)

@@ -12,10 +12,9 @@ from numba import njit
 
 from cocktail.kernels.cpu_loads import load_bf16, load_f16, load_f32, load_i64, store_bf16, store_f16, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_steps
-from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32
+from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, KINDS
 from cocktail.kernels.kept_code import kept_cfunc
 
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 # Rows of a work item; fewer are not worth a second thread.
 ITEM_ROWS = 1024
 # Parameters of a call, in int64; the strides of heads and of rows in elements.

@@ -25,10 +25,10 @@ from cocktail.kernels.cpu_attention_tile import (
 from cocktail.kernels.cpu_lanes import CPU_FEATURES
 from cocktail.kernels.cpu_loads import load_i32, load_i64, store_bf16, store_f16, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_items
-from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, marker
+from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, KINDS, marker
 from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.kept_code import kept_cfunc
-from cocktail.kernels.mixed_attention_cpu import ITEM_TOKENS, KINDS
+from cocktail.kernels.mixed_attention_cpu import ITEM_TOKENS
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
 from cocktail.kernels.segment_table import COLUMNS, SegmentTable
 

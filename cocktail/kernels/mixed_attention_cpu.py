@@ -40,7 +40,7 @@ from cocktail.kernels.cpu_attention_tile import (
 from cocktail.kernels.cpu_lanes import HAS_PERMUTE, LANES
 from cocktail.kernels.cpu_loads import load_f32, load_i32, load_i64, load_u8, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_items
-from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, FLOAT32, few_rows_fit, marker
+from cocktail.kernels.cpu_vectors import FLOAT32, KINDS, few_rows_fit, marker
 from cocktail.kernels.cpu_work_items import work_items
 from cocktail.kernels.kept_code import kept_cfunc
 from cocktail.kernels.segment import UNQUANTIZED, value_group_size
@@ -54,7 +54,6 @@ MOST_ROWS = 512
 FEW, FEW_TILE = 4, 256
 # Channels of these that leave long registers room for what is multiplied.
 FEW_VALUES = 384
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
 @njit(fastmath=True)
@@ -80,15 +79,13 @@ def attend_blocks_few(
     block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
     block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
     scores, weights = np.empty((num_rows, width), np.float32), np.empty((num_rows * groups, width), np.float32)
-    scaled, bias = query, np.zeros(num_rows, np.float32)
-    if k_bits != UNQUANTIZED:
-        scaled = np.empty((num_rows, head_dim), np.float32)
+    scaled = query if k_bits == UNQUANTIZED else np.empty((num_rows, head_dim), np.float32)
+    bias = np.zeros(num_rows, np.float32)
     scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
     value_scale, value_zero = np.zeros((groups, width), np.float32), np.zeros((groups, width), np.float32)
     added = np.zeros((num_rows, head_dim), np.float32)
     k_kind, v_kind = kind if k_bits == UNQUANTIZED else k_bits, kind if v_bits == UNQUANTIZED else v_bits
-    blocks, part = max(1, FEW_TILE // block_size), min(block_size, FEW_TILE)
-    folded = np.int64(-1)
+    blocks, part, folded = max(1, FEW_TILE // block_size), min(block_size, FEW_TILE), np.int64(-1)
     for start in range(first, last, blocks):
         stop = min(start + blocks, last)
         for offset in range(first_token, last_token, part):
@@ -97,8 +94,8 @@ def attend_blocks_few(
                 physical = load_i32(block_table, block) if block_table else block
                 token, at = (head * physical_blocks + physical) * block_size + offset, (block - start) * count
                 if k_bits != UNQUANTIZED:
-                    scale_row = load_i32(scale_index, block) if scale_index else physical
-                    scale_row += head * load_i64(row, columns.NUM_SCALES)
+                    scale_row = head * load_i64(row, columns.NUM_SCALES)
+                    scale_row += load_i32(scale_index, block) if scale_index else physical
                     # Blocks that share scales follow one another.
                     if scale_row != folded:
                         fold_key_scale(dim, row, scale_row, query, scaled, bias, scale, zero)
@@ -362,8 +359,7 @@ def mixed_attention_cpu(
         for tail in (tail_key, tail_value)
     )
     tail_mask = tail_mask if tail_mask is None or tail_mask.stride(1) == 1 else tail_mask.contiguous()
-    group = num_heads // num_kv_heads
-    ranges, ends = work_items(table, ITEM_TOKENS)
+    group, (ranges, ends) = num_heads // num_kv_heads, work_items(table, ITEM_TOKENS)
     items = len(ends) - (-slots // ITEM_TOKENS)
     out = query.new_empty((rows, num_heads, head_dim))
     parts = num_heads * rows * items

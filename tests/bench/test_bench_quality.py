@@ -264,7 +264,8 @@ def test_formats_of_a_result(whole: dict[str, Any], tmp_path: Path) -> None:
     bars = {line.count("|") for line in markdown(result).splitlines() if line.startswith("|")}
     assert len(bars) == 1
     pytest.importorskip("matplotlib")
-    from cocktail.bench.plots import check_plot, save_curve
+    from cocktail.bench.plots import save_curve
+    from cocktail.plot_file import check_plot
 
     check_plot(tmp_path / "curve.png")
     save_curve(result, tmp_path / "curve.png")

@@ -46,6 +46,8 @@ PIECES = {
     "empty": [],
 }
 
+STEERING = "a\x1b]0;title\x07\x9b2J\u202e\n[bold]b[/bold]"
+
 SEEN: list[tuple[Request, Config]] = []
 
 
@@ -84,6 +86,11 @@ def answer_questions(
             raise ERRORS[question](f"{question} failed: 9 found, 5 needed.", "Try less.")
         if question == "crash":
             raise ValueError("boom\nsecond line")
+        if question == "steer":
+            reporter.status(f"reading {STEERING}")
+            reporter.note(f"read {STEERING}")
+            reporter.warn(f"damaged: {STEERING}")
+            raise ValueError(f"cannot read {STEERING}")
         if question == "print":
             print("a library's chatter")
         if question == "reason":
@@ -149,7 +156,7 @@ def make_answer(request: Request, question: str, text: str, finish: str, warning
         speculation=SpeculationStats(),
         timings=Timings(total=1.5),
         cache=CacheStats(),
-        model=ModelInfo("fake", "folder", "float32", "cpu"),
+        model=ModelInfo(STEERING if question == "model name" else "fake", "folder", "float32", "cpu"),
         versions={"cocktail": "0"},
         warnings=warnings,
     )

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import typer
 
 from cocktail import __version__
 from cocktail.cli.app import EXIT_CODES, app
@@ -75,25 +75,25 @@ def test_help_of_ask_names_every_public_option(cocktail: Run) -> None:
         assert f"\n{group}\n" in result.out
 
 
+def leaves(command: Any, *path: str) -> Iterator[tuple[str, set[str]]]:
+    """Every command that does something, with its options."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaves(child, *path, name)
+    if not hasattr(command, "commands"):
+        yield " ".join(path), {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_command_takes_color_and_debug() -> None:
+    found = dict(leaves(typer.main.get_command(app)))
+    assert {"ask", "doctor", "models list", "cache prune", "config path", "bench kv"} <= found.keys()
+    assert {name for name, options in found.items() if not {"--color", "--debug"} <= options} == set()
+
+
 @pytest.mark.parametrize("arguments", [(), ("models",), ("config",)])
 def test_a_group_alone_shows_its_help(cocktail: Run, arguments: tuple[str, ...]) -> None:
     result = cocktail(*arguments)
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("Usage: cocktail")
-
-
-def test_completion_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which shell the tests are started from does not matter then, if from any.
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="cocktail")
-    assert result.exit_code == 0
-    assert "_COCKTAIL_COMPLETE=complete_bash" in result.output
-
-
-def test_completion_offers_values(spawn: Spawn) -> None:
-    variables = {"_COCKTAIL_COMPLETE": "complete_bash", "COMP_WORDS": "cocktail ask --kv co", "COMP_CWORD": "3"}
-    done = spawn(env={**os.environ, **variables})
-    assert done.stdout.split() == [b"cocktail", b"cocktail-paper"]
 
 
 @pytest.mark.parametrize(

@@ -137,19 +137,52 @@ def test_questions_without_end_are_refused(cocktail: Run) -> None:
     assert "4,194,304 bytes" in result.err
 
 
-@pytest.mark.parametrize(
-    "words", [("b.txt", "-q", "Q"), ("b.txt", "c.txt"), ("b.txt", "Q"), ("Q", "b.txt"), ("b.txt", "c.txt", "-q", "Q")]
-)
-@pytest.mark.parametrize("command", ["ask", "inspect"])
-def test_a_second_document_is_no_question(cocktail: Run, command: str, words: tuple[str, ...]) -> None:
+def test_a_second_document_is_no_question(cocktail: Run) -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
         Path(name).write_text("text")
-    if command == "inspect":
-        words = tuple(word for word in words if word not in ("-q", "Q"))
-    result = cocktail(command, "a.txt", *words)
+    for words in (("b.txt",), ("b.txt", "c.txt"), ("Q", "b.txt")):
+        result = cocktail("inspect", "a.txt", *words)
+        assert (result.code, result.out) == (2, "")
+        assert "inspect takes one document; b.txt is a file." in result.err
+        assert "`cocktail batch` takes many documents" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "questions"),
+    [
+        (("Who?",), (), ("Who?",)),
+        (("b.txt", "Who?"), ("b.txt",), ("Who?",)),
+        (("b.txt", "c d.txt", "Who?", "-q", "Why?"), ("b.txt", "c d.txt"), ("Who?", "Why?")),
+        (("b.txt", "-q", "Why?"), ("b.txt",), ("Why?",)),
+    ],
+)
+def test_every_file_named_is_a_document(
+    cocktail: Run, engine: ModuleType, words: tuple[str, ...], others: tuple[str, ...], questions: tuple[str, ...]
+) -> None:
+    for name in ("a.txt", "b.txt", "c d.txt"):
+        Path(name).write_text("text")
+    assert cocktail("ask", "a.txt", *words).code == 0
+    request, _ = engine.SEEN[-1]
+    assert (request.document, request.others, request.questions) == ("a.txt", others, questions)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("b.txt",), "There is no question"),
+        (("missing.docx", "Who?"), "There is no file missing.docx"),
+        (("missing.pdf", "-q", "Who?"), "There is no file missing.pdf"),
+        (("Who", "is", "it?"), "Got more than DOC and QUESTION: is it?"),
+        (("Who?", "b.txt"), "Got more than DOC and QUESTION: b.txt"),
+        (("b.txt", "Who?", "-o", "b.txt"), "is also DOC"),
+    ],
+)
+def test_words_that_are_no_documents_and_question(cocktail: Run, words: tuple[str, ...], message: str) -> None:
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("text")
+    result = cocktail("ask", "a.txt", *words)
     assert (result.code, result.out) == (2, "")
-    assert f"{command} takes one document; b.txt is a file." in result.err
-    assert "`cocktail batch` takes many documents" in result.err
+    assert message in result.err
 
 
 def test_text_of_the_command_line_is_utf8_whatever_the_locale(spawn: Spawn) -> None:

@@ -430,7 +430,7 @@ def test_complaint_52_a_full_disk_loses_no_answer(
     assert "out.jsonl.partial cannot be written: No space left on device." in result.err
     assert "goes on from there" in result.err
     with monkeypatch.context() as patch:
-        patch.setattr("cocktail.cli.output._replace", full)
+        patch.setattr("cocktail.cli.output.replace_file", full)
         result = cocktail("batch", "jobs.jsonl", "-o", "out.jsonl")
     assert (result.code, Path("out.jsonl").exists()) == (1, False)
     assert "The answers are in out.jsonl.partial" in result.err

@@ -133,7 +133,9 @@ def test_save_writes_what_was_said_and_may_be_repeated(chat: Callable[..., Resul
     assert result.code == 0
     assert "2 answers written to notes.md." in result.err
     text = Path("notes.md").read_text()
-    assert text.startswith("# doc.txt\n\n## one?\n\nAnswer to one?.\n\n- p. ii: the quoted [red]words[/red]")
+    assert text.startswith(
+        "# doc.txt\n\n## one?\n\nAnswer to one?.\n\n- p. ii, page 2 of the file: the quoted [red]words[/red]"
+    )
     assert "\n## two?\n\nAnswer to two?.\n" in text
     assert "\x1b" not in text
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +20,10 @@ from typing import Any
 
 import pytest
 
+from cocktail import self_test
 from cocktail.cli import doctor
+from cocktail.errors import ModelError
+from cocktail.no_sockets import sockets_forbidden
 from cocktail.offload.pinned import PinnedLimit
 
 Run = Callable[..., Any]
@@ -57,6 +64,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr("cocktail.cli.doctor._link_rate", lambda has_cuda, notes: 24e9 if has_cuda else 9e9)
         monkeypatch.setattr("cocktail.cli.doctor._why_no_kernels", lambda: no_kernels)
         monkeypatch.setattr("cocktail.offload.pinned.pinned_limit", lambda: pinned)
+        passed = {"passed": True, "model": "tiny", "scorer": "bm25", "device": "cpu", "seconds": 1.25, "reason": None}
+        monkeypatch.setattr("cocktail.cli.doctor._self_test", lambda config, color, problems: passed)
 
     return pretend
 
@@ -113,15 +122,90 @@ def test_complaint_29_without_a_card_the_rate_is_that_of_one_thread(
     assert json.loads(cocktail("doctor", "--json").out)["pinned_bytes"] is None
 
 
+def test_caches_and_the_self_test_are_reported(cocktail: Run, machine: Callable[..., None]) -> None:
+    machine()
+    out = cocktail("doctor", "--cache-dir", "here").out
+    assert re.search(r"^documents in +\S*here/documents, 0 documents kept, 0 B of 20.0 GB$", out, re.MULTILINE)
+    assert re.search(r"^self-test +passed in 1.2 s: tiny and bm25 on cpu, sockets forbidden$", out, re.MULTILINE)
+    body = json.loads(cocktail("doctor", "--json").out)
+    assert body["self_test"]["passed"] is True
+    assert body["cache"]["documents"]["count"] == 0
+    result = cocktail("doctor", "--no-self-test", "--json")
+    assert (result.code, json.loads(result.out)["self_test"]) == (0, None)
+
+
+def failing(error: Exception | None) -> Callable[..., Any]:
+    """An engine that opens a socket, takes no notice of being refused, and fails or does not."""
+
+    def answer(*args: Any) -> Iterator[SimpleNamespace]:
+        with suppress(OSError):
+            socket.socket()
+        if error is not None:
+            raise error
+        yield SimpleNamespace(
+            finish_reason="stop",
+            answer="at seven",
+            usage=SimpleNamespace(completion_tokens=2),
+            kv=SimpleNamespace(chunks={"int4": 1, "int2": 0}),
+            model=SimpleNamespace(device="cpu"),
+        )
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "it used socket.__new__"),
+        (ModelError("a weight file is \x1b damaged."), "a weight file is damaged."),
+        (RuntimeError("CUDA error:\nno kernel image"), "RuntimeError: CUDA error: no kernel image"),
+    ],
+)
+def test_a_self_test_that_fails_is_a_problem(
+    cocktail: Run, monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: str
+) -> None:
+    monkeypatch.setattr(self_test, "answer_questions", failing(error))
+    monkeypatch.setattr("cocktail.tiny_model.write_tiny_model", lambda *given: None)
+    monkeypatch.setattr("cocktail.cli.doctor._link_rate", lambda has_cuda, notes: None)
+    result = cocktail("doctor")
+    assert (result.code, result.err) == (1, "")
+    assert re.search(rf"^problem +the self-test failed: {re.escape(reason)}$", result.out, re.MULTILINE)
+    assert "\nself-test " in result.out
+    assert "failed in" in result.out
+    socket.socket().close()
+
+
+def test_sockets_are_forbidden_in_every_thread_for_a_while() -> None:
+    def attempt(error: list[type[BaseException]]) -> None:
+        try:
+            socket.create_connection(("127.0.0.1", 9))
+        except BaseException as caught:
+            error.append(type(caught))
+
+    raised: list[type[BaseException]] = []
+    with sockets_forbidden() as attempts:
+        thread = threading.Thread(target=attempt, args=(raised,))
+        thread.start()
+        thread.join()
+        with pytest.raises(PermissionError, match=re.escape("socket.__new__")):
+            socket.socket()
+        socket.gethostname()
+    assert raised
+    assert attempts
+    count = len(attempts)
+    socket.socket().close()
+    assert len(attempts) == count
+
+
 def test_a_link_that_cannot_be_measured_is_a_note(cocktail: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: Any) -> float:
         raise RuntimeError("CUDA error:\nout of memory")
 
     monkeypatch.setattr("cocktail.calibration.link_rate", fail)
-    result = cocktail("doctor")
+    result = cocktail("doctor", "--no-self-test")
     assert result.code == 0
     assert "the link could not be measured: RuntimeError: CUDA error: out of memory" in result.out
-    assert json.loads(cocktail("doctor", "--json").out)["link_bytes_per_second"] is None
+    assert json.loads(cocktail("doctor", "--no-self-test", "--json").out)["link_bytes_per_second"] is None
 
 
 def test_the_copy_rate_is_measured_in_less_than_a_second() -> None:
@@ -184,11 +268,15 @@ sys.modules.update({name: None for name in absent})
 from cocktail.cli.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, timeout=120, check=False)
+    # Kernels that are compiled for the self-test would take half a minute.
+    variables = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    run = [sys.executable, "-c", code, "doctor"]
+    done = subprocess.run(run, env=variables, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stderr == b""
     notes = [line for line in done.stdout.decode().splitlines() if line.startswith("note")]
     assert sum("triton is not installed: " in line for line in notes) == 1
+    assert b": a tiny random model and bm25 on cpu, sockets forbidden\n" in done.stdout
     assert sum("bitsandbytes is not installed: " in line for line in notes) == 1
 
 

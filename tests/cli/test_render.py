@@ -76,6 +76,59 @@ def test_a_document_cannot_steer_the_terminal(terminal: Terminal) -> None:
         assert not any(control in text for control in "\x1b\x07\x9b\u202e")
 
 
+@pytest.mark.parametrize("flags", [(), ("--debug",)])
+def test_a_name_in_a_message_cannot_steer_the_terminal(terminal: Terminal, flags: tuple[str, ...]) -> None:
+    name = "doc\x1b]0;title\x07\n[bold]"
+    code, text = terminal("ask", name, "steer", "--color", "never", *flags)
+    assert code == 1
+    # What is left is how progress moves the cursor.
+    plain = re.sub(r"\x1b\[(?:\?25[lh]|2K|1A)|\r", "", text)
+    assert not any(control in plain for control in "\x1b\x07\x9b\u202e")
+    lines = plain.splitlines()
+    assert any(line.endswith("read a]0;title2J [bold]b[/bold]") for line in lines)
+    assert "warning: damaged: a]0;title2J [bold]b[/bold]" in lines
+    assert "error: ValueError: cannot read a]0;title2J [bold]b[/bold]" in lines
+    assert ("Traceback (most recent call last):" in lines) is bool(flags)
+
+
+def test_figures_cannot_steer_the_terminal(terminal: Terminal) -> None:
+    code, text = terminal("ask", "doc", "model name", "--stats", "--no-progress", "--color", "never")
+    assert code == 0
+    assert re.search(r"^model +a\]0;title2J \[bold\]b\[/bold\] \(float32, cpu\) *$", text, re.MULTILINE)
+    assert "\x1b" not in text
+
+
+COMMANDS = {
+    "help": ("ask", "-h"),
+    "groups": ("models",),
+    "error": ("ask", "doc", "model"),
+    "usage": ("config", "show", "--none"),
+    "figures": ("ask", "doc", "why", "--stats"),
+    "settings": ("config", "show"),
+    "models": ("models", "list"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_colours_a_terminal_that_refuses_it(terminal: Terminal, command: str) -> None:
+    assert COLOR.search(terminal(*COMMANDS[command], NO_COLOR="1", FORCE_COLOR="1")[1]) is None
+    if command not in ("help", "groups"):
+        assert COLOR.search(terminal(*COMMANDS[command], "--color", "never", FORCE_COLOR="1")[1]) is None
+
+
+@pytest.mark.parametrize("command", ["help", "usage", "figures"])
+def test_only_color_always_colours_a_pipe(command: str) -> None:
+    def piped(*flags: str) -> bytes:
+        run = [sys.executable, str(FAKE_ENGINE), *COMMANDS[command], *flags]
+        # What other programs take for a wish for colour in files would break who reads them.
+        variables = {**os.environ, "FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "GITHUB_ACTIONS": "true"}
+        done = subprocess.run(run, env=variables, capture_output=True, check=False)
+        return done.stdout + done.stderr
+
+    assert b"\x1b" not in piped()
+    assert (b"\x1b[" in piped("--color", "always")) is (command != "help")
+
+
 def test_several_answers_are_headed_by_their_questions(terminal: Terminal) -> None:
     text = terminal("ask", "doc", "why", "-q", "[b]who[/b]", "--no-progress", "--color", "never")[1]
     assert [line for line in text.splitlines() if not line.startswith("[p.")] == [

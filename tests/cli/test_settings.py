@@ -8,7 +8,7 @@ import pytest
 
 from cocktail.config import Config, KvBudget
 from cocktail.errors import UsageError
-from cocktail.settings import PARSERS, as_utf8, resolve, user_file
+from cocktail.settings import PARSERS, as_utf8, resolve, unknown_variables, user_file
 from cocktail.sizes import parse_size
 
 
@@ -69,6 +69,10 @@ def test_a_kv_budget_of_a_variable_is_for_the_policy_that_has_one() -> None:
         assert resolve(flags, environ).config().kv_budget is None
     assert str(resolve({"kv_budget": "7.5%"}, environ).items["kv_budget"].value) == "7.5%"
     assert resolve({"kv_budget": "200MB"}, {}).config().kv_budget == KvBudget(nbytes=200_000_000)
+    # Where it is left out because of another setting, that one says so.
+    assert resolve({"kv": "int4"}, environ).items["kv_budget"].origin == "--kv"
+    assert resolve({"alpha": 0.5}, environ).items["kv_budget"].origin == "--alpha"
+    assert resolve({"kv": "int4"}, {}).items["kv_budget"].origin == "default"
     with pytest.raises(UsageError):
         resolve({"kv": "int4", "kv_budget": "25%"}, {}).config()
 
@@ -186,6 +190,18 @@ def test_a_bad_file_is_a_usage_error_that_names_file_and_key(content: str, messa
         resolve({}, {})
     assert message in caught.value.message
     assert "cocktail.toml" in caught.value.message
+
+
+def test_a_key_that_is_nearly_one_is_told_so() -> None:
+    Path("cocktail.toml").write_text("kv_budgt = 3")
+    with pytest.raises(UsageError) as caught:
+        resolve({}, {})
+    assert str(caught.value.hint).startswith("Did you mean kv_budget? Known keys: model, ")
+
+
+def test_variables_that_are_no_settings_are_found() -> None:
+    environ = {"COCKTAIL_MODLE": "x", "COCKTAIL_MODEL": "y", "COCKTAIL_PASSWORD": "z", "OTHER": "x"}
+    assert unknown_variables(environ) == ["COCKTAIL_MODLE"]
 
 
 @pytest.mark.parametrize("scorer", ["minilm", "contriever", "bm25", "hybrid"])

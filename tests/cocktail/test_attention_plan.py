@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cocktail import attention_mass
 from cocktail.attention_mass import MASS_ROWS, chunk_mass
 from cocktail.batch_cache import BatchCache
-from cocktail.bit_plan import DEFAULT_WIDTHS, EVIDENCE_SHARE, FULL, SPAN, BitPlan, Widths, plan_bits
+from cocktail.bit_plan import DEFAULT_WIDTHS, EVIDENCE_SHARE, FULL, SINK_BITS, SPAN, BitPlan, Widths, plan_bits
 from cocktail.block_pool import BlockPool, shared_bytes
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, planned_bytes
 from cocktail.kernels.hadamard import hadamard_
@@ -65,7 +65,7 @@ def test_shares_of_the_default_plan() -> None:
     scores = np.linspace(0, 1, 400)[np.random.default_rng(1).permutation(400)]
     plan = plan_bits("cocktail", scores, 0.6, 0.1)
     keys, values = plan.k_bits[0], plan.v_bits[0]
-    assert (keys[0], values[0]) == (FULL, FULL)
+    assert (keys[0], values[0]) == (SINK_BITS, SINK_BITS)
     assert (keys == 4).sum() == 400 * DEFAULT_WIDTHS.key_share - 1
     assert (values == 3).sum() == 400 * DEFAULT_WIDTHS.value_share - 1
     assert set(keys[1:].tolist()) == {2, 4}
@@ -109,7 +109,7 @@ def test_the_ladder_of_budgets_has_no_gap_and_passes_the_default() -> None:
     assert sizes == sorted(sizes)
     assert max(np.diff(sizes)) < 0.06 * sizes[-1]
     near = planned_bytes(geometry, layout, plan_bits("cocktail", scores, 0.6, 0.1, layout), 0, 2)
-    assert sizes[10] <= near <= sizes[11]
+    assert sizes[11] <= near <= sizes[12]
     assert sizes[-1] == 2 * 2 * 2 * 64 * 3200
     low = plan_bits("cocktail-low", scores, 0.6, 0.1, layout)
     assert planned_bytes(geometry, layout, low, 0, 2) == sizes[0] < 0.16 * sizes[-1]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cocktail.bit_plan import FP8, FULL, BitPlan, history_plan, plan_bits, within
+from cocktail.bit_plan import FP8, FULL, SINK_BITS, BitPlan, history_plan, plan_bits, within
 from cocktail.context import ContextLayout
 
 PAPER = ("cocktail-paper",)
@@ -47,10 +47,11 @@ def test_equal_scores_are_neither_high_nor_low(policy: str) -> None:
     assert bits_of(policy, [0.3, 0.3, 0.3]) == [FULL, 4, 4]
 
 
-@pytest.mark.parametrize("policy", ["cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2"])
+@pytest.mark.parametrize("policy", ["cocktail", "cocktail-low", "cocktail-paper", "fp16", "int8", "int4", "int2"])
 @pytest.mark.parametrize("num_chunks", [0, 1])
-def test_the_first_chunk_is_never_quantized(policy: str, num_chunks: int) -> None:
-    assert bits_of(policy, [0.5] * num_chunks) == [FULL] * num_chunks
+def test_the_first_chunk_is_not_quantized_or_has_eight_bits(policy: str, num_chunks: int) -> None:
+    bits = SINK_BITS if policy in ("cocktail", "cocktail-low") else FULL
+    assert bits_of(policy, [0.5] * num_chunks) == [bits] * num_chunks
 
 
 @pytest.mark.parametrize(("policy", "bits"), [("fp16", FULL), ("int8", 8), ("fp8", FP8), ("int4", 4), ("int2", 2)])

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cocktail.answer import Answer
-from cocktail.config import Config
+from cocktail.config import Config, KvBudget
 from cocktail.engine import Request, answer_questions, inspect_document
 from cocktail.errors import BudgetError, CocktailError, ModelError, NoTextError, UsageError
 from cocktail.offload.ledger import LedgerOutOfMemoryError
@@ -383,12 +384,23 @@ def test_inspect_reads_no_weights(document: Path, config: Config, monkeypatch: p
 
     monkeypatch.setattr(loaded_models, "load_model", None)
     bare = inspect_document(Request(str(document), ()), config, SilentReporter())
-    assert bare.scores is None
-    assert bare.plan is None
-    asked = inspect_document(Request(str(document), ("Who cut the wheel?",)), config, SilentReporter())
-    assert asked.scores is not None
-    assert asked.scores.shape == (len(asked.tokenized.chunks),)
-    assert all(math.isfinite(score) for score in asked.scores)
+    assert bare.questions == ()
+    found = inspect_document(Request(str(document), ("Who cut the wheel?", "Where?")), config, SilentReporter())
+    assert [asked.question for asked in found.questions] == ["Who cut the wheel?", "Where?"]
+    for asked in found.questions:
+        assert asked.scores.shape == (len(found.tokenized.chunks),)
+        assert all(math.isfinite(score) for score in asked.scores)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_budget": KvBudget(share=0.3)}, {"kv": "cocktail-paper"}, {"kv": "int2"}])
+def test_inspect_shows_the_bits_that_a_run_plans(document: Path, config: Config, settings: dict[str, Any]) -> None:
+    chosen = replace(config, **settings)
+    question = "Who cut the wheel?"
+    (shown,) = inspect_document(Request(str(document), (question,)), chosen, SilentReporter()).questions
+    (answer,) = ask(document, chosen, question)
+    assert shown.plan.counts() == answer.kv.chunks
+    assert shown.bits_per_value is not None
+    assert shown.bits_per_value < answer.kv.bits_per_value < shown.bits_per_value + 6
 
 
 def test_errors_are_all_ours(tmp_path: Path, config: Config) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocktail.bit_plan import BitPlan
+from cocktail.bit_plan import SINK_BITS, BitPlan
 from cocktail.context import ContextLayout, KVGeometry
 from cocktail.kernels.segment import UNQUANTIZED
 from cocktail.kv_cache import MixedKVCache
@@ -105,7 +105,7 @@ def test_one_contiguous_segment_for_each_class() -> None:
     assert torch.equal(segments[-1].value[:, 0], sealed.contexts[0].value[:, kept])
 
 
-def test_complaint_30_recent_tokens_question_sink_and_remainder_stay_unquantized() -> None:
+def test_complaint_30_recent_tokens_question_and_remainder_stay_unquantized() -> None:
     dtype = torch.bfloat16
     for policy in ("cocktail", "int4", "int2"):
         sealed = sealed_cache(KVGeometry(2, 64, (None,)), LAYOUT, paper_plan(6, policy=policy), dtype)
@@ -116,7 +116,8 @@ def test_complaint_30_recent_tokens_question_sink_and_remainder_stay_unquantized
 
         # Every chunk is where its bits say, in uint8 codes or in the run's dtype.
         bits = sealed.plan.layer(0)[0]
-        assert bits[0] == UNQUANTIZED
+        # The sink has 8 bits where attention deals out the others'.
+        assert bits[0] == (SINK_BITS if policy == "cocktail" else UNQUANTIZED)
         tokens = {segment.k_bits: segment.num_tokens for segment in layer.segments}
         coded = {int(width) for width in bits} - {UNQUANTIZED}
         assert coded
