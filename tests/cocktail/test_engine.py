@@ -115,18 +115,6 @@ def test_what_the_document_is_not_close_to_is_not_answered_from_it(document: Pat
     assert not any("close to the question" in warning for warning in close.warnings)
 
 
-def test_a_refusal_cites_the_closest_passages_where_there_are_any(
-    document: Path, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cocktail.answering.is_answered", lambda text: False)
-    far, close = ask(document, config, "Which parliament ratified Maastricht?", "Who cut the wheel from oak in 1843?")
-    assert (far.answered, far.citations) == (False, ())
-    assert not any("closest to the question" in warning for warning in far.warnings)
-    assert not close.answered
-    assert "Ilse Brandt" in close.citations[0].quote
-    assert any("closest to the question" in warning for warning in close.warnings)
-
-
 def test_an_answer_that_was_cut_warns_of_itself_only(document: Path, config: Config) -> None:
     reporter = Recording()
     answers = ask(document, config, "Who cut the wheel?", "How many cats are there?", reporter=reporter)
@@ -208,9 +196,12 @@ def test_complaint_12_an_answer_that_is_not_in_the_document_is_flagged(
         return Generation(token_ids=[1, 2], text="Not in the document.", finish_reason="stop")
 
     monkeypatch.setattr(answering, "generate", refuse)
-    [answer] = ask(document, config)
-    assert answer.to_json()["answered"] is False
-    assert answer.citations == ()
+    far, close = ask(document, config, "Which parliament ratified Maastricht?", "Who cut the wheel from oak in 1843?")
+    assert far.to_json()["answered"] is close.to_json()["answered"] is False
+    assert (far.citations, far.warnings) == ((), ())
+    # What is close is cited, and a warning says as what: models refuse what the document holds.
+    assert "Ilse Brandt" in close.citations[0].quote
+    assert ["closest to the question" in warning for warning in close.warnings] == [True]
 
 
 def test_budget_that_does_not_fit_is_refused_before_weights_are_read(
