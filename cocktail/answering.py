@@ -193,11 +193,13 @@ def make_answer(
     assert plan is not None
     answered = is_answered(text)
     # What is asked after an answer may mean a word of it.
-    if answered and not job.history_ids and not is_close(reading.tokenized, question, scores, config.scorer):
-        answered = False
-        warnings.append("nothing in the document is close to the question: the answer may not come from it.")
-        recorder.reporter.warn(warnings[-1])
-    citations = cite(reading.tokenized, question, text, scores, plan) if answered else ()
+    close = answered if job.history_ids else is_close(reading.tokenized, question, scores, config.scorer)
+    # A small model refuses where the passages next to the question hold the answer.
+    citations = cite(reading.tokenized, question, text if answered else "", scores, plan) if close else ()
+    doubt = _doubt(answered, close, bool(citations))
+    if doubt is not None:
+        warnings.append(doubt)
+        recorder.reporter.warn(doubt)
     document, kept = reading.document, len(reading.tokenized.token_ids)
     ended = time.perf_counter()
     return Answer(
@@ -210,7 +212,7 @@ def make_answer(
         ),
         question=question,
         answer=text,
-        answered=answered,
+        answered=answered and close,
         finish_reason=generation.finish_reason,
         citations=citations,
         usage=Usage(
@@ -246,6 +248,15 @@ def make_answer(
         steps=generation.steps,
         streaming="none" if loaded.offload is None else loaded.offload.describe(),
     )
+
+
+def _doubt(answered: bool, close: bool, cited: bool) -> str | None:
+    """The warning that goes with an answer which is not in the document, or may not be."""
+    if answered and not close:
+        return "nothing in the document is close to the question: the answer may not come from it."
+    if cited and not answered:
+        return "the model found no answer; the passages cited are those closest to the question."
+    return None
 
 
 def _measured_peak(loaded: LoadedModel) -> int | None:

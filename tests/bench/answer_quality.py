@@ -139,6 +139,7 @@ def row_of(asked: Asked, answer: Answer) -> dict[str, Any]:
         "holds": best_contains(answer.answer, asked.answers, "en"),
         "f1": best_score("f1", answer.answer, asked.answers, "xquad", "en"),
         "marked": float(not answer.answered),
+        "cited": float(first is not None),
         "first_is_gold": float(first is not None and is_gold(asked.gold, first.start, first.end)),
         "finish_reason": answer.finish_reason,
     }
@@ -169,7 +170,7 @@ def measure(asked: Sequence[Asked], config: Config, moved: bool, out: Path) -> d
                 rows[question.id] = {"condition": condition, **row_of(question, answer)}
                 file.write(json.dumps(rows[question.id], ensure_ascii=False) + "\n")
     models.close()
-    names = ("holds", "f1", "first_is_gold", "marked")
+    names = ("holds", "f1", "first_is_gold", "marked", "cited")
     return {name: np.array([rows[question.id][name] for question in asked], dtype=np.float64) for name in names}
 
 
@@ -205,7 +206,7 @@ def main() -> None:
     silent = SilentReporter()
     tokenizer = load_tokenizer(resolve_model(Config().model, Config(), silent))
     columns = ("set", "restate", "n", "gold answer in reply", "times the first", "F1", "first citation is gold")
-    print("| " + " | ".join((*columns, "marked", "moved: marked")) + " |\n" + "|---" * 9 + "|")
+    print("| " + " | ".join((*columns, "marked", "moved: marked", "moved: cited")) + " |\n" + "|---" * 10 + "|")
     for name in given.sets:
         asked = load(name, given.half, tokenizer, given.tokens)
         base = None
@@ -213,9 +214,10 @@ def main() -> None:
             config = Config(scorer=given.scorer, kv=given.kv, restate=restate)
             own = measure(asked, config, False, given.output)
             base = own["holds"] if base is None else base
-            moved = "-" if given.no_moved else share(measure(asked, config, True, given.output)["marked"])
+            other = None if given.no_moved else measure(asked, config, True, given.output)
+            moved = ["-" if other is None else share(other[name]) for name in ("marked", "cited")]
             figures = (share(own["holds"]), times(own["holds"], base), f"{own['f1'].mean():.2f}")
-            marks = (share(own["first_is_gold"]), share(own["marked"]), moved)
+            marks = (share(own["first_is_gold"]), share(own["marked"]), *moved)
             print("| " + " | ".join((name, str(restate), str(len(asked)), *figures, *marks)) + " |", flush=True)
 
 

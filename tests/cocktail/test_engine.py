@@ -196,9 +196,12 @@ def test_complaint_12_an_answer_that_is_not_in_the_document_is_flagged(
         return Generation(token_ids=[1, 2], text="Not in the document.", finish_reason="stop")
 
     monkeypatch.setattr(answering, "generate", refuse)
-    [answer] = ask(document, config)
-    assert answer.to_json()["answered"] is False
-    assert answer.citations == ()
+    far, close = ask(document, config, "Which parliament ratified Maastricht?", "Who cut the wheel from oak in 1843?")
+    assert far.to_json()["answered"] is close.to_json()["answered"] is False
+    assert (far.citations, far.warnings) == ((), ())
+    # What is close is cited, and a warning says as what: models refuse what the document holds.
+    assert "Ilse Brandt" in close.citations[0].quote
+    assert ["closest to the question" in warning for warning in close.warnings] == [True]
 
 
 def test_budget_that_does_not_fit_is_refused_before_weights_are_read(
