@@ -109,6 +109,7 @@ def ask(
     them; with --json each is one line.
     """
     others, question = split_words(question, ctx.args)
+    others, repeated = without_repeats(document, others)
     config = resolve(ctx.params).config()
     target = Output(output)
     for path in (document, *others):
@@ -126,6 +127,8 @@ def ask(
 
     display = Display(quiet, verbose, not no_progress, color, stream=not (json or no_stream or target.path))
     reporter = TerminalReporter(target, display, questions, warned=ctx.obj)
+    for path in repeated:
+        reporter.warn(f"{path} is the same file as one before; it is read once.")
     secret = None if password is None else as_utf8(password)
     request = Request(document, questions, data=data, pages=pages, password=secret, strict=strict, others=others)
     interrupted = False
@@ -171,6 +174,16 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
             f"Put the question in quotes, after the documents. {_EXAMPLE}",
         )
     return others, rest[0] if rest else None
+
+
+def without_repeats(document: str, others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the files after the first, each of them once, and those left out, as where globs overlap."""
+    seen, kept, repeated = {os.path.realpath(document)}, list[str](), list[str]()
+    for path in others:
+        real = os.path.realpath(path)
+        (repeated if real in seen else kept).append(path)
+        seen.add(real)
+    return tuple(kept), tuple(repeated)
 
 
 def check_words(ctx: typer.Context, document: str, question: str | None) -> None:
