@@ -156,7 +156,7 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
     A word is a document if there is such a file; the question comes last.
 
     Raises:
-        UsageError: There is no such file, it is a folder, or more than one word is none.
+        UsageError: There is no such file, it is a folder or "-", or more than one word is none.
     """
     words = [word for word in (question, *more) if word is not None]
     others = tuple(takewhile(os.path.isfile, words))
@@ -168,6 +168,11 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
         )
     if rest and PurePath(rest[0]).suffix.lower() in _DOCUMENT_SUFFIXES and len(rest[0].split()) == 1:
         raise UsageError(f"There is no file {rest[0]}.", "Check the spelling; a question has more than one word.")
+    if len(rest) > 1 and rest[0] == STDIN:
+        raise UsageError(
+            "Only the first document can come from standard input.",
+            'Put "-" before the files. For example: cat notes.txt | cocktail ask - report.pdf "What was decided?"',
+        )
     if len(rest) > 1:
         raise UsageError(
             f"Got more than DOC and QUESTION: {' '.join(rest[1:])}.",

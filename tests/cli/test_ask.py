@@ -189,6 +189,7 @@ def test_a_file_named_twice_is_read_once(cocktail: Run, engine: ModuleType) -> N
         ((".", "Who?"), ". is a folder, not a file"),
         (("b.txt", "."), ". is a folder, not a file"),
         (("Who", "is", "it?"), "Got more than DOC and QUESTION: is it?"),
+        (("b.txt", "-", "Who?"), "Only the first document can come from standard input"),
         (("Who?", "b.txt"), "Got more than DOC and QUESTION: b.txt"),
         (("b.txt", "Who?", "-o", "b.txt"), "is also DOC"),
     ],
