@@ -58,8 +58,8 @@ def cite(
             page=document.pages[quote.page].number,
             page_label=document.pages[quote.page].label,
             chunk=passages[quote.passage].index,
-            start=quote.start,
-            end=quote.end,
+            start=quote.start - document.pages[quote.page].heading,
+            end=quote.end - document.pages[quote.page].heading,
             quote=quote.text,
             score=round(quote.support, 4),
             precision=plan.precision(quote.passage) if quote.passage < len(tokenized.chunks) else LABELS[FULL],
@@ -100,7 +100,8 @@ def best_quotes(
     pages = sorted({page for p in passages for page in range(p.page_first, p.page_last + 1)})
     for page in pages:
         origin = document.page_starts[page]
-        for start, end in _quotes(document.pages[page].text):
+        heading = document.pages[page].heading
+        for start, end in ((heading + a, heading + b) for a, b in _quotes(document.pages[page].text[heading:])):
             first = int(np.searchsorted(char_ends, origin + start, side="right"))
             after = int(np.searchsorted(char_starts, origin + end, side="left"))
             if first < after:

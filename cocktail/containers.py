@@ -7,7 +7,14 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from cocktail.errors import CocktailError, DocumentError, EncryptedError
-from cocktail.package import DAMAGE_HINT, MAX_STREAMED_BYTES, MAX_UNPACKED_BYTES, Package, damaged
+from cocktail.package import (
+    DAMAGE_HINT,
+    MAX_STREAMED_BYTES,
+    MAX_UNPACKED_BYTES,
+    TOO_DEEP_HINT,
+    Package,
+    damaged,
+)
 from cocktail.page import Page
 from cocktail.report import Reporter
 from cocktail.sniff import DAMAGED_ZIP, OFFICE_FORMATS, OLD_OFFICE
@@ -37,7 +44,7 @@ def read_container(
         warn: Told of damage and of what is left out.
 
     Raises:
-        DocumentError: It is damaged, or an old format.
+        DocumentError: It is damaged, nests too deeply, or is of an old format.
         EncryptedError: It is encrypted.
         ImportError: A library is not installed, or broken.
     """
@@ -61,6 +68,8 @@ def read_container(
             raise
         except MemoryError as error:
             raise DocumentError(f"{name} takes more memory than there is.", "Split it into smaller files.") from error
+        except RecursionError as error:  # which says nothing of damage: another program may well open it
+            raise DocumentError(f"{name}, {kind}, nests tables or parts too deeply.", TOO_DEEP_HINT) from error
         except Exception as error:  # what a library raises of a damaged file may be anything
             reason = (package and package.damage) or f"{type(error).__name__}: {error}"
             raise damaged(f"{name}, {kind},", reason) from error

@@ -367,7 +367,9 @@ class DocumentStore:
         """Says once that nothing can be kept, and why."""
         if self._is_writable:
             self._is_writable = False
-            self._reporter.note(f"what was read of the document is not kept: {str(error).rstrip('.')}")
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+            where = f"{self.root}: " if isinstance(error, OSError) else ""
+            self._reporter.note(f"what was read of the document is not kept: {where}{reason}")
 
     def _read(self, path: Path) -> bytes | None:
         try:

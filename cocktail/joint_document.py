@@ -16,8 +16,8 @@ SEVERAL = "several"
 def join_documents(documents: Sequence[Document]) -> Document:
     """One document of the pages of several, each with its number in its file.
 
-    The first page of each file begins with a line that names it, which is no part of the page in the file; offsets of
-    citations count it.
+    The first page of each file begins with a line that names it, which is no part of the page in the file: it is read,
+    and neither quoted nor counted in the offsets of citations.
 
     Args:
         documents: At least one.
@@ -29,7 +29,8 @@ def join_documents(documents: Sequence[Document]) -> Document:
     for document in documents:
         own = [replace(page, file=document.path) for page in document.pages]
         name = "standard input" if document.path == "-" else PurePath(document.path).name
-        pages += [replace(own[0], text=f"File: {name}\n\n{own[0].text}"), *own[1:]]
+        heading = f"File: {name}\n\n"
+        pages += [replace(own[0], text=heading + own[0].text, heading=len(heading)), *own[1:]]
     formats = {document.format for document in documents}
     return Document(
         path=", ".join(document.path for document in documents),

@@ -18,6 +18,7 @@ from cocktail.errors import DocumentError, EncryptedError
 # read as trees, 12 MB (`python -m tests.bench.large_documents docx`) in 28 s and 522 MiB.
 MAX_STREAMED_BYTES = 1 << 29
 MAX_UNPACKED_BYTES = 1 << 26
+TOO_DEEP_HINT = "Save it as a PDF in the program that made it, and ask that."
 DAMAGE_HINT = "Fetch it again, or open it in the program that made it and save it anew."
 _PARSER = etree.XMLParser(resolve_entities=False, no_network=True, recover=True, huge_tree=True)
 # For XML that expat has not read to its end, which may define entities: lxml expands them in attributes, up to a limit

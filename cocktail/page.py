@@ -49,6 +49,7 @@ class Page:
         quality: Share of the visible characters that are real text, 0 to 1; 1 for a page without any.
         unit: "page", "section", "slide", "sheet" or "chapter".
         file: The file's path where several are read as one document; else None.
+        heading: So many characters at the text's beginning name the file and are no part of it.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Page:
     quality: float
     unit: str = "page"
     file: str | None = None
+    heading: int = 0
 
 
 def page_from_pdf_text(number: int, label: str, raw: str) -> Page:

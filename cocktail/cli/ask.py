@@ -109,6 +109,7 @@ def ask(
     them; with --json each is one line.
     """
     others, question = split_words(question, ctx.args)
+    others, repeated = without_repeats(document, others)
     config = resolve(ctx.params).config()
     target = Output(output)
     for path in (document, *others):
@@ -126,6 +127,8 @@ def ask(
 
     display = Display(quiet, verbose, not no_progress, color, stream=not (json or no_stream or target.path))
     reporter = TerminalReporter(target, display, questions, warned=ctx.obj)
+    for path in repeated:
+        reporter.warn(f"{path} is the same file as one before; it is read once.")
     secret = None if password is None else as_utf8(password)
     request = Request(document, questions, data=data, pages=pages, password=secret, strict=strict, others=others)
     interrupted = False
@@ -153,7 +156,7 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
     A word is a document if there is such a file; the question comes last.
 
     Raises:
-        UsageError: There is no such file, it is a folder, or more than one word is none.
+        UsageError: There is no such file, it is a folder or "-", or more than one word is none.
     """
     words = [word for word in (question, *more) if word is not None]
     others = tuple(takewhile(os.path.isfile, words))
@@ -165,12 +168,27 @@ def split_words(question: str | None, more: Sequence[str]) -> tuple[tuple[str, .
         )
     if rest and PurePath(rest[0]).suffix.lower() in _DOCUMENT_SUFFIXES and len(rest[0].split()) == 1:
         raise UsageError(f"There is no file {rest[0]}.", "Check the spelling; a question has more than one word.")
+    if len(rest) > 1 and rest[0] == STDIN:
+        raise UsageError(
+            "Only the first document can come from standard input.",
+            'Put "-" before the files. For example: cat notes.txt | cocktail ask - report.pdf "What was decided?"',
+        )
     if len(rest) > 1:
         raise UsageError(
             f"Got more than DOC and QUESTION: {' '.join(rest[1:])}.",
             f"Put the question in quotes, after the documents. {_EXAMPLE}",
         )
     return others, rest[0] if rest else None
+
+
+def without_repeats(document: str, others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the files after the first, each of them once, and those left out, as where globs overlap."""
+    seen, kept, repeated = {os.path.realpath(document)}, list[str](), list[str]()
+    for path in others:
+        real = os.path.realpath(path)
+        (repeated if real in seen else kept).append(path)
+        seen.add(real)
+    return tuple(kept), tuple(repeated)
 
 
 def check_words(ctx: typer.Context, document: str, question: str | None) -> None:

@@ -166,6 +166,20 @@ def test_every_file_named_is_a_document(
     assert (request.document, request.others, request.questions) == ("a.txt", others, questions)
 
 
+def test_a_file_named_twice_is_read_once(cocktail: Run, engine: ModuleType) -> None:
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("text")
+    Path("link.txt").symlink_to("b.txt")
+    result = cocktail("ask", "a.txt", "./a.txt", "b.txt", "link.txt", "Who?")
+    request, _ = engine.SEEN[-1]
+    assert (result.code, request.document, request.others) == (0, "a.txt", ("b.txt",))
+    assert "./a.txt is the same file as one before" in result.err
+    assert "link.txt is the same file as one before" in result.err
+    # Alone it is kept on disk as any document is.
+    assert cocktail("ask", "a.txt", "a.txt", "Who?", "--pages", "1").code == 0
+    assert engine.SEEN[-1][0].others == ()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -175,6 +189,7 @@ def test_every_file_named_is_a_document(
         ((".", "Who?"), ". is a folder, not a file"),
         (("b.txt", "."), ". is a folder, not a file"),
         (("Who", "is", "it?"), "Got more than DOC and QUESTION: is it?"),
+        (("b.txt", "-", "Who?"), "Only the first document can come from standard input"),
         (("Who?", "b.txt"), "Got more than DOC and QUESTION: b.txt"),
         (("b.txt", "Who?", "-o", "b.txt"), "is also DOC"),
     ],

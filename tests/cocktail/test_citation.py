@@ -16,6 +16,7 @@ from cocktail.bit_plan import plan_bits
 from cocktail.chunk import TokenizedDocument, tokenize_document
 from cocktail.citation import QUOTE_CHARS, best_quotes, cite
 from cocktail.document import Document, Page
+from cocktail.joint_document import join_documents
 from cocktail.report import SilentReporter
 from cocktail.score import Bm25Scorer
 
@@ -25,12 +26,16 @@ FILLER = "The committee met on a Tuesday and talked about the weather. Nobody to
 
 def tokenized(pages: list[str], labels: list[str] | None = None, chunk_size: int = 32) -> TokenizedDocument:
     """One token a byte."""
+    labels = labels or [str(number) for number in range(1, len(pages) + 1)]
+    read = tuple(Page(i, label, text, 1.0) for i, (label, text) in enumerate(zip(labels, pages, strict=True), start=1))
+    return in_bytes(Document("a.pdf", "pdf", "0" * 64, read, len(pages), ()), chunk_size)
+
+
+def in_bytes(document: Document, chunk_size: int = 32) -> TokenizedDocument:
+    """One token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    labels = labels or [str(number) for number in range(1, len(pages) + 1)]
-    read = tuple(Page(i, label, text, 1.0) for i, (label, text) in enumerate(zip(labels, pages, strict=True), start=1))
-    document = Document("a.pdf", "pdf", "0" * 64, read, len(pages), ())
     return tokenize_document(document, PreTrainedTokenizerFast(tokenizer_object=tokenizer), chunk_size)
 
 
@@ -69,6 +74,15 @@ def test_complaint_08_pages_count_from_one_and_carry_their_labels() -> None:
 def test_complaint_14_a_document_that_is_wholly_in_context_is_still_cited() -> None:
     best = cited(tokenized([FILLER + " The vault opens with 7315."]), "What opens the vault?", "7315")[0]
     assert "7315" in best.quote
+
+
+def test_the_name_of_a_file_among_several_is_read_but_not_quoted() -> None:
+    page = Page(1, "1", "Rent is 900 a month.", 1.0)
+    document = join_documents([Document(path, "text", "0", (page,), 1, ()) for path in ("x/rent.txt", "y/rent.txt")])
+    parts = in_bytes(document)
+    scores = np.zeros(len(parts.chunks), dtype=np.float32)
+    citations = cite(parts, "What is the rent in rent.txt?", "", scores, plan_bits("fp16", scores, 0.6, 0.1))
+    assert [(c.file, c.start, c.end, c.quote) for c in citations] == [("x/rent.txt", 0, 20, "Rent is 900 a month.")]
 
 
 def test_words_that_only_ask_find_nothing() -> None:

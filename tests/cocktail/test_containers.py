@@ -211,6 +211,16 @@ def test_deeply_nested_html_takes_no_time(unit: str) -> None:
     assert time.perf_counter() - began < 2
 
 
+def test_deeply_nested_tables_are_not_called_damage() -> None:
+    body = paragraph("deep")
+    for _ in range(100):
+        body = f"<w:tbl><w:tr><w:tc>{body}{paragraph('')}</w:tc></w:tr></w:tbl>"
+    with pytest.raises(DocumentError, match="nests tables or parts too deeply") as caught:
+        read(docx(body))
+    assert caught.value.hint is not None
+    assert "PDF" in caught.value.hint
+
+
 def test_html_of_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_page, "_MAX_ELEMENTS", 1000)
     with pytest.raises(DocumentError, match="over 1,000 elements"):

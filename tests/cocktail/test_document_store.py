@@ -48,6 +48,14 @@ def test_a_document_comes_back_as_it_was_read(store: DocumentStore) -> None:
         assert store.document(data, "a.pdf", extractor, pages) is None
 
 
+def test_a_folder_that_is_a_file_is_said_without_error_numbers(tmp_path: Path, notes: Notes) -> None:
+    (tmp_path / "file").write_text("text")
+    store = DocumentStore(tmp_path / "file" / "documents", 10**9, notes)
+    assert store.document(DATA, "a.pdf", "1", None) is None
+    reason = f"{store.root}: Not a directory"
+    assert notes.notes == [f"what was read of the document is not kept: {reason}"]
+
+
 def test_warnings_name_the_file_that_they_were_given_for(store: DocumentStore) -> None:
     store.keep_document(replace(DOCUMENT, warnings=("a.pdf: page 2 is empty",)), DATA, "1", None)
     assert store.document(DATA, "b/a.pdf", "1", None) is None
