@@ -282,7 +282,7 @@ KvBudget = Annotated[
     typer.Option(
         "--kv-budget",
         metavar="SIZE|N%",
-        help="What the document's keys and values may take, in bytes or of those at 16 bits (default: about 18%).",
+        help="What the document's keys and values may take, such as 200MB, or 25% of what 16 bits take (default: about 19%).",
         rich_help_panel=_KV,
     ),
 ]
@@ -292,7 +292,7 @@ Draft = Annotated[
         "--draft",
         metavar="|".join(DRAFTS),
         help="What drafts tokens for the model to verify: low-bit copies of the layers that are streamed (self), or "
-        f"text that stood before (ngram). The answer is the same (default: {_DEFAULT.draft}).",
+        f"text that stood before (ngram). The answer is the same up to rounding (default: {_DEFAULT.draft}).",
         autocompletion=complete(DRAFTS),
         rich_help_panel=_SPECULATION,
     ),
