@@ -282,7 +282,7 @@ KvBudget = Annotated[
     typer.Option(
         "--kv-budget",
         metavar="SIZE|N%",
-        help="What the document's keys and values may take, such as 200MB, or 25% of what 16 bits take (default: about 19%).",
+        help="What the document's keys and values may take: 200MB, or 25% of what 16 bits take (default: about 19%).",
         rich_help_panel=_KV,
     ),
 ]
