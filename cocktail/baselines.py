@@ -7,7 +7,7 @@ import torch
 
 from cocktail.bit_plan import FULL, BitPlan
 from cocktail.context import ContextLayout, LayerContext
-from cocktail.kernels.hadamard import hadamard_
+from cocktail.kernels.hadamard import hadamard
 from cocktail.kernels.limits import QUANTIZE_VALUES
 from cocktail.kernels.quantize_pack_ref import quantize_groups
 from cocktail.rotation import rotation
@@ -19,8 +19,8 @@ def prepared(context: LayerContext, layout: ContextLayout, plan: BitPlan, layer:
     The one that is given is never written to: it may be kept for other questions.
     """
     if plan.rotates_values:
-        value = context.value.clone()
-        return LayerContext(context.key, hadamard_(value, rotation(value.shape[-1], value.dtype, value.device)))
+        value = context.value
+        return LayerContext(context.key, hadamard(value, rotation(value.shape[-1], value.dtype, value.device)))
     k_bits, v_bits = plan.layer(layer)
     if plan.outlier_chunks:
         quantized = np.flatnonzero(np.minimum(k_bits, v_bits) < FULL)

@@ -1,4 +1,4 @@
-"""Rows multiplied by a normalized Hadamard matrix, in place."""
+"""Rows multiplied by a normalized Hadamard matrix."""
 
 from __future__ import annotations
 
@@ -18,12 +18,25 @@ def hadamard_(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     Returns:
         `x` itself.
     """
-    if x.device.type == "cpu" and cpu_kernels():
-        from cocktail.kernels.cpu_vectors import KINDS
+    if _takes(x):
         from cocktail.kernels.hadamard_cpu import hadamard_cpu
 
-        if x.dtype in KINDS and x.stride(-1) == 1:
-            hadamard_cpu(x)
-            return x
+        hadamard_cpu(x)
+        return x
+    return x.copy_(hadamard(x, matrix))
+
+
+def hadamard(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """As `hadamard_`, in memory of its own, once the size of `x`."""
+    if _takes(x):
+        return hadamard_(x.clone(), matrix)
     # One product for all heads: that of a single row differs with where in memory it lies.
-    return x.copy_((x.reshape(-1, x.shape[-1]) @ matrix).view(x.shape))
+    return (x.reshape(-1, x.shape[-1]) @ matrix).view(x.shape)
+
+
+def _takes(x: torch.Tensor) -> bool:
+    if x.device.type != "cpu" or not cpu_kernels():
+        return False
+    from cocktail.kernels.cpu_vectors import KINDS
+
+    return x.dtype in KINDS and x.stride(-1) == 1

@@ -139,8 +139,8 @@ def test_own_variants_hold_what_the_ordinary_plan_says(reading: Reading, config:
         for name in ("cocktail", "cocktail-unordered", "fp16", "int4", "int8")
     }
     # The document is short.
-    assert bits["cocktail"] == bits["cocktail-unordered"] == {4, 16}
-    # The first chunk is never quantized.
+    assert bits["cocktail"] == bits["cocktail-unordered"] == {4, 8}
+    # Theirs is the first chunk unquantized.
     assert (bits["fp16"], bits["int4"], bits["int8"]) == ({16}, {4, 16}, {8, 16})
 
 
@@ -333,7 +333,7 @@ def test_warm_up_meets_every_precision(reading: Reading, config: Config) -> None
     short = Workload(stretch(reading, 1700), config).short()
     assert len(short.reading.tokenized.token_ids) == 1536
     plan = short.job("cocktail", SilentReporter()).plans[0]
-    assert set(plan.k_bits[0].tolist()) == {2, 4, 16}
+    assert set(plan.k_bits[0].tolist()) == {2, 4, 8}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ class Dimensions:
         keys = 2 + 2 * key_share + (2 * 8 * HEAD_DIM + 4 * 16) / (128 * HEAD_DIM)
         values = 2 + value_share + 2 * 8 / 64 + 4 * 16 / (CHUNK * HEAD_DIM)
         quantized = (document // CHUNK - 1) * CHUNK
-        kept = PREFIX + CHUNK + document % CHUNK + TAIL
+        # The first chunk has 8 bits.
+        kept = PREFIX + CHUNK // 2 + document % CHUNK + TAIL
         return int(kept * self.kv_token_bytes + quantized * self.kv_token_bytes / 16 * (keys + values) / 2)
 
     def kv_bytes(self, document: int, policy: str) -> int:
@@ -81,7 +82,7 @@ class Dimensions:
         values have them for 64 channels of a token, so half a bit more.
         """
         if policy.startswith("cocktail"):
-            return self.cocktail_bytes(document, *((0.52, 0.3) if policy == "cocktail" else (0.1, 0.1)))
+            return self.cocktail_bytes(document, *((0.59, 0.3) if policy == "cocktail" else (0.1, 0.1)))
         bits = BITS[policy]
         chunks = document // CHUNK
         quantized = (chunks - 1) * CHUNK

@@ -101,7 +101,7 @@ def no_threads_left() -> bool:
 def test_answers_under_any_budget_are_those_without_one(document: Path, config: Config, dtype: str) -> None:
     config = replace(config, dtype=dtype)
     [whole] = ask(document, config)
-    least = least_budget(document, config)
+    least = least_budget(document, replace(config, kv="int2"))
     counts = set()
     for budget in (least, int(1.2 * least), int(1.6 * least), 10 * least):
         [answer] = ask(document, replace(config, vram_bytes=budget, kv="int2"))
