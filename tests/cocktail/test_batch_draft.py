@@ -134,11 +134,13 @@ def test_n_grams_that_are_likelier_than_the_self_draft_take_its_place(batch: Bat
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_every_family_sliding_windows_included(name: str) -> None:
     batch = Batch(tiny_model(name, "cocktail", vocab_size=VOCAB_SIZE, **WIDE))
-    alone = ids([batch.alone(index) for index in range(QUESTIONS)])
-    found, members = Drafting(batch, 4).together(3)
+    # Of SAMPLER's seed one draw falls on the border of two tokens, where the rounding of more rows decides.
+    sampler = replace(SAMPLER, seed=5)
+    alone = ids([batch.alone(index, sampler) for index in range(QUESTIONS)])
+    found, members = Drafting(batch, 4).together(3, sampler)
     assert ids(found) == alone
     assert sum(member.counts.accepted for member in members) > 0
-    found, members = Drafting(batch, known=partly_wrong(alone)).together(3)
+    found, members = Drafting(batch, known=partly_wrong(alone)).together(3, sampler)
     assert ids(found) == alone
     assert sum(member.counts.accepted for member in members) > 0
 
