@@ -117,7 +117,8 @@ class BatchView:
         """Attention of every row over its own context and tail: [num_heads, rows, head_dim] to the same shape."""
         if self.contexts is not None:
             stops = [slot + 1 for span in self.spans for slot in span]
-            return self.layers[0].turn_(batch_attention(query, self.contexts, self.owners, stops, scaling))
+            output = batch_attention(query, self.contexts, self.owners, stops, scaling)
+            return self.layers[0].turned(output, reuse=True)
         parts = query.split([len(span) for span in self.spans if span], dim=1)
         return torch.cat([view.attend(part, scaling) for view, part in zip(self.views, parts, strict=True)], dim=1)
 
@@ -127,8 +128,7 @@ class BatchView:
         for layer, slots in self._slots():
             stop = first + slots.stop - slots.start
             layer.key[:, slots] = key[:, first:stop]
-            layer.value[:, slots] = value[:, first:stop]
-            layer.turn_(layer.value[:, slots])
+            layer.value[:, slots] = layer.turned(value[:, first:stop])
             first = stop
 
     def slots(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

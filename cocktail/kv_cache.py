@@ -251,7 +251,7 @@ class MixedKVCache(Cache):
         """A layer's committed tail as it was written, [num_kv_heads, tail_len, head_dim]: views, or copies."""
         layer = self.kv_layers[layer_idx]
         span = slice(layer.context_kept, layer.context_kept + self.tail_len)
-        return LayerContext(layer.key[:, span], layer.turn_(layer.value[:, span].clone()))
+        return LayerContext(layer.key[:, span], layer.turned(layer.value[:, span]))
 
     def commit(self, slots: Sequence[int]) -> None:
         """Gathers accepted slots, in order, to the end of the committed tail, in place; O(len(slots)).

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cocktail.context import LayerContext, align
-from cocktail.kernels.hadamard import hadamard_
+from cocktail.kernels.hadamard import hadamard
 from cocktail.kernels.mixed_attention import mixed_attention
 from cocktail.kernels.segment_table import SegmentTable
 
@@ -33,9 +33,13 @@ class LayerKV:
     rotation: torch.Tensor | None = None
     pending: Callable[[torch.Tensor, float], SegmentTable] | None = None
 
-    def turn_(self, x: torch.Tensor) -> torch.Tensor:
-        """Values or outputs, [heads, rows, head_dim], rotated or rotated back in place, if there is a rotation."""
-        return x if self.rotation is None else hadamard_(x, self.rotation)
+    def turned(self, x: torch.Tensor, *, reuse: bool = False) -> torch.Tensor:
+        """Values or outputs, [heads, rows, head_dim], rotated or rotated back; themselves without a rotation.
+
+        Args:
+            reuse: whether they may be overwritten.
+        """
+        return x if self.rotation is None else hadamard(x, self.rotation, reuse=reuse)
 
     @property
     def nbytes(self) -> int:
@@ -99,9 +103,7 @@ class TailPass:
         first = layer.context_kept + self.start
         stop = first + key.shape[1]
         layer.key[:, first:stop] = key
-        slots = layer.value[:, first:stop]
-        slots.copy_(value)
-        layer.turn_(slots)
+        layer.value[:, first:stop] = layer.turned(value)
         return TailView(layer, stop, self.masks[layer.window])
 
 
@@ -116,7 +118,7 @@ class DeviceTailPass:
     def write(self, layer: LayerKV, key: torch.Tensor, value: torch.Tensor) -> TailView:
         index = self.slots + layer.context_kept
         layer.key.index_copy_(1, index, key)
-        layer.value.index_copy_(1, index, layer.turn_(value.clone()))
+        layer.value.index_copy_(1, index, layer.turned(value))
         return TailView(layer, layer.key.shape[1], self.masks[layer.window], self.lens[layer.window])
 
 
@@ -185,7 +187,7 @@ class TailView:
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Puts what was written to `slots` into the cache, where it is already, but for the values' rotation."""
-        self.layer.turn_(value)
+        value.copy_(self.layer.turned(value, reuse=True))
 
     def attend(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention over segments and visible tail slots: [num_heads, rows, head_dim] to the same shape."""
@@ -194,4 +196,5 @@ class TailView:
             pending, layer.pending = layer.pending, None
             layer.segments = pending(query, scaling)
         key, value = layer.key[:, : self.stop], layer.value[:, : self.stop]
-        return layer.turn_(mixed_attention(query, layer.segments, key, value, self.mask, scaling, self.tail_len))
+        output = mixed_attention(query, layer.segments, key, value, self.mask, scaling, self.tail_len)
+        return layer.turned(output, reuse=True)

@@ -129,7 +129,7 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
         draft_bits: of the matrices of substitute layers that draft.
     """
     from cocktail.kernels.batch_attention import RowContext, RowContexts, batch_attention
-    from cocktail.kernels.hadamard import hadamard_
+    from cocktail.kernels.hadamard import hadamard
     from cocktail.kernels.many_rows_cpu import MANY_ROWS
     from cocktail.kernels.mixed_attention import mixed_attention
     from cocktail.kernels.quantize_pack import quantize_pack
@@ -146,7 +146,7 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
     context = RowContext(SegmentTable(segments), key[0, :1], value[0, :1])
     batch_attention(key.new_zeros((group, 1, head_dim)), RowContexts([context]), [0], [1], 1.0)
     # Compiled when it is imported; the kernel needs no matrix.
-    hadamard_(key[0], key[0])
+    hadamard(key[0], key[0])
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
         for bits in draft_bits:

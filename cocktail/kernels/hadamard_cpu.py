@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numba import njit
 
-from cocktail.kernels.cpu_loads import load_bf16, load_f16, load_f32, load_i64, store_bf16, store_f16, store_f32
+from cocktail.kernels.cpu_loads import load_f32, load_i64, store_f32
 from cocktail.kernels.cpu_threads import ITEM, run_steps
-from cocktail.kernels.cpu_vectors import BFLOAT16, FLOAT16, KINDS
+from cocktail.kernels.cpu_vectors import FLOAT32, KINDS
+from cocktail.kernels.dense_linear_cpu import load, store
 from cocktail.kernels.kept_code import kept_cfunc
 
 # Rows of a work item; fewer are not worth a second thread.
@@ -34,6 +35,19 @@ def transform(row: Any) -> None:
         half *= 2
 
 
+@njit(fastmath=True, inline="always")
+def load_as(kind: Any, x: Any, index: Any) -> Any:
+    return load_f32(x, index) if kind == FLOAT32 else load(kind, x, index)
+
+
+@njit(fastmath=True, inline="always")
+def store_as(kind: Any, x: Any, index: Any, value: Any) -> None:
+    if kind == FLOAT32:
+        store_f32(x, index, value)
+    else:
+        store(kind, x, index, value)
+
+
 @kept_cfunc(ITEM, fastmath=True)
 def hadamard_item(p: Any, item: Any) -> None:
     kind, x, heads, rows = load_i64(p, KIND), load_i64(p, X), load_i64(p, HEADS), load_i64(p, ROWS)
@@ -41,24 +55,11 @@ def hadamard_item(p: Any, item: Any) -> None:
     row, factor = np.empty(head_dim, np.float32), np.float32(1.0) / np.sqrt(np.float32(head_dim & -head_dim))
     for at in range(item * ITEM_ROWS, min((item + 1) * ITEM_ROWS, heads * rows)):
         first = at // rows * head_stride + at % rows * row_stride
-        if kind == BFLOAT16:
-            for d in range(head_dim):
-                row[d] = load_bf16(x, first + d)
-            transform(row)
-            for d in range(head_dim):
-                store_bf16(x, first + d, row[d] * factor)
-        elif kind == FLOAT16:
-            for d in range(head_dim):
-                row[d] = load_f16(x, first + d)
-            transform(row)
-            for d in range(head_dim):
-                store_f16(x, first + d, row[d] * factor)
-        else:
-            for d in range(head_dim):
-                row[d] = load_f32(x, first + d)
-            transform(row)
-            for d in range(head_dim):
-                store_f32(x, first + d, row[d] * factor)
+        for d in range(head_dim):
+            row[d] = load_as(kind, x, first + d)
+        transform(row)
+        for d in range(head_dim):
+            store_as(kind, x, first + d, row[d] * factor)
 
 
 def hadamard_cpu(x: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from cocktail.batch_cache import BatchCache
 from cocktail.bit_plan import DEFAULT_WIDTHS, EVIDENCE_SHARE, FULL, SINK_BITS, SPAN, BitPlan, Widths, plan_bits
 from cocktail.block_pool import BlockPool, shared_bytes
 from cocktail.context import ContextLayout, KVGeometry, LayerContext, planned_bytes
-from cocktail.kernels.hadamard import hadamard_
+from cocktail.kernels.hadamard import hadamard
 from cocktail.kv_cache import MixedKVCache
 from cocktail.prefill import StoredContext, extend, prefill
 from cocktail.rotation import rotation
@@ -326,10 +326,13 @@ def test_rows_rotate_in_place_as_by_the_matrix_whatever_rows_are_beside_them(hea
     matrix = rotation(head_dim, torch.float64, torch.device("cpu"))
     held = torch.randn((3, 1100, head_dim + 5), generator=torch.Generator().manual_seed(0)).to(dtype)
     before, x = held.clone(), held[:, 2:1098, 2 : head_dim + 2]
-    assert hadamard_(x, matrix.to(dtype)) is x
+    product = hadamard(x, matrix.to(dtype))
+    assert torch.equal(held, before)
+    assert hadamard(x, matrix.to(dtype), reuse=True) is x
+    assert torch.equal(x, product)
     expected = before[:, 2:1098, 2 : head_dim + 2].double() @ matrix
     torch.testing.assert_close(x.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
     one = before[2:, 700:701, 2 : head_dim + 2].clone()
-    assert torch.equal(hadamard_(one, matrix.to(dtype)), x[2:, 698:699])
+    assert torch.equal(hadamard(one, matrix.to(dtype)), x[2:, 698:699])
     x.copy_(before[:, 2:1098, 2 : head_dim + 2])
     assert torch.equal(held, before)

@@ -189,7 +189,7 @@ def test_a_view_writes_where_an_update_does(batch: Batch) -> None:
     assert view is not None
     view.write(key[0, :2], value[0, :2])
     assert torch.equal(view.attend(query[0], 0.25), expected)
-    turned = caches[0].kv_layers[1].turn_(value[0, :2].clone())
+    turned = caches[0].kv_layers[1].turned(value[0, :2])
     for found, wanted in zip(view.slots(2), (key[0, :2], turned), strict=True):
         assert torch.equal(found, wanted)
     for row, cache in enumerate(caches):
