@@ -86,13 +86,7 @@ def inspect_reading(reading: Reading, questions: tuple[str, ...], config: Config
     from cocktail.sensitivity import known_sensitivity
 
     device, dtype = resolve_device_dtype(config, reading.hf_config)
-    lengths = Lengths(
-        prefix=len(reading.prompt.prefix_ids),
-        document=len(reading.tokenized.token_ids),
-        suffix=reading.tail_capacity - config.max_tokens,
-        tail=reading.tail_capacity,
-        chunk_size=config.chunk_size,
-    )
+    lengths = Lengths.of(reading, config)
     with loading(reading.folder, "configuration"):
         outlook = Outlook(
             reading.hf_config,

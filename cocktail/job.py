@@ -136,15 +136,7 @@ def plan_job(
     budget_bytes, limit_bytes = budget_of(config, device, reporter, held_bytes)
     check_link(config, device, emulated=budget_bytes is not None and not on_cuda)
     several = len(reading.suffixes) > 1 or history_tokens is not None
-    lengths = Lengths(
-        prefix=len(reading.prompt.prefix_ids),
-        document=len(reading.tokenized.token_ids),
-        suffix=reading.tail_capacity - config.max_tokens,
-        tail=reading.tail_capacity,
-        chunk_size=config.chunk_size,
-        drafted=config.drafted_tokens,
-        history=history_tokens or 0,
-    )
+    lengths = Lengths.of(reading, config, config.drafted_tokens, history_tokens or 0)
     draft_model = reading.draft_model if lengths.drafted else None
     with loading(reading.folder, "configuration"):
         outlook = Outlook(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ from cocktail.offload.budget import (
 )
 from cocktail.offload.residency import DraftModelNeeds, KvChoice, Workload, smallest_estimate
 from cocktail.sampling import DRAW_BYTES
+
+if TYPE_CHECKING:
+    from cocktail.config import Config
+    from cocktail.reading import Reading
 
 # What the KV cache is held at, best first, where nothing fits at the precision asked for. A baseline that is held
 # otherwise is none: of those only KIVI has a lower form. "cocktail-low" is far below what a large
@@ -63,6 +67,20 @@ class Lengths:
     chunk_size: int
     drafted: int = 0
     history: int = 0
+
+    @classmethod
+    def of(cls, reading: Reading, config: Config, drafted: int = 0, history: int = 0) -> Lengths:
+        """Those of a run about what was read."""
+        tail = reading.tail_capacity
+        return cls(
+            prefix=len(reading.prompt.prefix_ids),
+            document=len(reading.tokenized.token_ids),
+            suffix=tail - config.max_tokens,
+            tail=tail,
+            chunk_size=config.chunk_size,
+            drafted=drafted,
+            history=history,
+        )
 
     @property
     def layout(self) -> ContextLayout:
