@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.terminal import rest_of
+
 pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -32,13 +34,7 @@ def terminal() -> Terminal:
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **variables},
         )
         os.close(follower)
-        received = b""
-        try:
-            while piece := os.read(leader, 65536):
-                received += piece
-        except OSError:
-            pass  # Linux reports the end of a terminal as an error
-        os.close(leader)
+        received = rest_of(leader)
         return process.wait(60), received.decode().replace("\r\n", "\n")
 
     return call
