@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cocktail.compile_process import compile_apart
 from cocktail.interruptible import interruptible
 from cocktail.kernels.compiled import NOT_INSTALLED, code_folder, load_compiled, warm_up, why_no_cpu_kernels
 from cocktail.report import Reporter
@@ -74,6 +75,8 @@ def _compile(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence
     often = "once" if known is None else f"in every run, as {_not_kept()}"
     reporter.note(f"compiling the kernels for this CPU: up to half a minute, {often}.")
     with reporter.stage("compile"):
+        if known is None:
+            compile_apart(head_dim, group, dtype, draft_bits)
         interruptible(lambda: warm_up(head_dim, group, dtype, draft_bits))
     if folder.why_not_kept != known:
         reporter.note(f"the next run compiles again, as {_not_kept()}.")

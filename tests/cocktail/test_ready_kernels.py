@@ -47,6 +47,7 @@ def story(monkeypatch: pytest.MonkeyPatch, folder: CodeFolder) -> Story:
     monkeypatch.setattr(module, "why_no_cpu_kernels", lambda: None)
     monkeypatch.setattr(module, "code_folder", lambda: folder)
     monkeypatch.setattr(module, "load_compiled", lambda *kernel: False)
+    monkeypatch.setattr(module, "compile_apart", lambda *kernel: story.lines.append("apart"))
     monkeypatch.setattr(module, "warm_up", lambda *kernel: story.lines.append("warm-up"))
     return story
 
@@ -66,7 +67,7 @@ def test_kernels_on_disk_are_loaded_in_silence(story: Story, monkeypatch: pytest
 def test_compiling_is_said_and_is_a_stage_of_its_own(story: Story) -> None:
     tell(story)
     said = "compiling the kernels for this CPU: up to half a minute, once."
-    assert story.lines == [said, "<compile>", "warm-up", "</compile>", "warm-up"]
+    assert story.lines == [said, "<compile>", "apart", "warm-up", "</compile>", "warm-up"]
 
 
 def test_damage_is_said_once(story: Story, folder: CodeFolder) -> None:
