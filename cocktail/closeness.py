@@ -18,10 +18,14 @@ WORDS_FLOOR = 0.5  # in its place for any other scorer: the share of the questio
 COVERAGE = 0.25  # of the question's words by weight, in the best quote
 # With fewer, most of the document may be the remainder, which has no score.
 _LEAST_CHUNKS = 4
-# Such a question is close to no passage, and the document holds its answer.
+# Such a question is close to no passage, and the document holds its answer; not where the name only says what to look
+# in, or whether something is there.
 _ABOUT_THE_WHOLE = regex.compile(
-    r"\b(?:summar|overview\b|(?:this|the)\s+(?:whole\s+|entire\s+)?(?:document|text|file|paper|report|article|book)\b)",
-    regex.IGNORECASE,
+    r"""\b(?: summar | overview\b |
+    (?<!\b(?:according\s+to|based\s+on)\s+)
+    (?:this|the)\s+(?:whole\s+|entire\s+)?(?:document|text|file|paper|report|article|book)\b
+    (?!\s+(?:mention|contain|refer|say\s+anything)) )""",
+    regex.IGNORECASE | regex.VERBOSE,
 )
 
 
@@ -29,7 +33,7 @@ def is_close(tokenized: TokenizedDocument, question: str, scores: np.ndarray, sc
     """False if no chunk means what the question asks and no passage has its words.
 
     Both must fail: an encoder knows few names, and words miss what is said in others. A question about the document
-    as a whole, and a document of a few chunks, always pass.
+    as a whole, which asks for a summary or names it ("this paper"), and a document of a few chunks, always pass.
 
     Args:
         tokenized: what the model read of the document.

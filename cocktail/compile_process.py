@@ -27,23 +27,21 @@ compile_here(*kernels)
 """
 
 
-def compile_apart(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[int]) -> None:
-    """As `warm_up`, in another process, which keeps the code on disk.
-
-    Whatever fails there is left to be compiled by this process.
+def compile_apart(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[int]) -> bool:
+    """As `warm_up`, in another process, which keeps the code on disk; False if that failed.
 
     Raises:
         KeyboardInterrupt: this process was interrupted; the other one is ended.
     """
     folder = str(code_folder().path.parent)
-    kernels = (sys.path, folder, head_dim, group, str(dtype).removeprefix("torch."), list(draft_bits))
+    kernels = ([*map(str, sys.path)], folder, head_dim, group, str(dtype).removeprefix("torch."), list(draft_bits))
     # Isolated: nothing of the current folder or of Python's variables must decide what is imported.
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps(kernels)]
     nothing = subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
     except OSError:
-        return
+        return False
     try:
         while process.poll() is None:
             check_interrupt()
@@ -55,6 +53,7 @@ def compile_apart(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Seq
         if process.poll() is None:
             process.kill()
             process.wait()
+    return process.returncode == 0
 
 
 def compile_here(folder: str, head_dim: int, group: int, dtype: str, draft_bits: Sequence[int]) -> None:

@@ -144,9 +144,15 @@ def why_off(job: Job, config: Config) -> str:
     """Why nothing drafts."""
     if config.draft == "off":
         return "--draft is off"
-    if not job.drafted_tokens:
+    if not config.drafted_tokens:
         return f"--max-tokens is {config.max_tokens}: nothing is left to draft"
-    return job.why_no_self_draft or "every layer is resident: there is nothing to substitute"
+    if not job.drafted_tokens:
+        return "the budget has no room for drafted tokens"
+    if job.why_no_self_draft:
+        return job.why_no_self_draft
+    if job.residency.streamed:
+        return "the budget has no room for low-bit copies of layers"
+    return "every layer is resident: there is nothing to substitute"
 
 
 def speculation_stats(

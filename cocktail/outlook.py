@@ -94,6 +94,7 @@ class Outlook:
         has_budget: whether its memory is its own, with a limit.
         keeps_context: whether all layers' unquantized context stays on the device, for more questions.
         draft_config: of a model that drafts, or None.
+        sensitivity: of the model's layers, by which bits are dealt to them, or None: to all alike.
 
     `policy` is what the KV cache is held at if it fits, and `bits` gives each question's plan by a policy.
     """
@@ -194,9 +195,10 @@ class Outlook:
             reporter.note(f"{self.windowed} of {layers} layers have a sliding window and are not quantized")
         plan = self.plan(budget_bytes, speed)
         if plan is None or plan.estimate.peak_bytes > limit_bytes:
-            if self._without_draft is None:
-                raise self.planner.refusal(self.lengths, self.workload, limit_bytes)
-            raise self.planner.refusal(replace(self.lengths, drafted=0), self._without_draft, limit_bytes)
+            lengths, workload = self.lengths, self.workload
+            if self._without_draft is not None:
+                lengths, workload = replace(lengths, drafted=0), self._without_draft
+            raise self.planner.refusal(lengths, workload, limit_bytes, self._widths)
         if plan.kv_policy in NOTES:
             reporter.note(NOTES[plan.kv_policy])
         if plan.kv_policy != self.policy:

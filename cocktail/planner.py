@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cocktail.bit_plan import FULL, BitPlan, history_plan, plan_bits
+from cocktail.bit_plan import FULL, BitPlan, Widths, history_plan, plan_bits
 from cocktail.context import ContextLayout, KVGeometry, reserved_bytes
 from cocktail.draft import FOLLOWED_ROWS
 from cocktail.dry_run import DryRun
@@ -241,12 +241,16 @@ class Planner:
             )
         return DraftModelNeeds(held, max(reads.nbytes, drafts) + target_vocab_size * itemsize)
 
-    def refusal(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> BudgetError:
-        """The error for a run of which nothing fits: what it needs, and how long a document would fit."""
+    def refusal(self, lengths: Lengths, workload: Workload, limit_bytes: int, widths: Widths) -> BudgetError:
+        """The error for a run of which nothing fits: what it needs, and how long a document would fit.
+
+        Args:
+            widths: of the policy "cocktail".
+        """
         least = self._least(workload)
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in least.parts().items() if size)
         needed = format_bytes(least.peak_bytes, math.ceil)
-        longest = self._longest(lengths, workload, limit_bytes)
+        longest = self._longest(lengths, workload, limit_bytes, widths)
         document = (
             f"read fewer pages (--pages): {longest:,} of the document's {lengths.document:,} tokens would fit"
             if longest
@@ -268,14 +272,14 @@ class Planner:
     def _least(self, workload: Workload) -> MemoryEstimate:
         return smallest_estimate(self.size, workload, may_offload=self._has_budget)
 
-    def _longest(self, lengths: Lengths, workload: Workload, limit_bytes: int) -> int:
+    def _longest(self, lengths: Lengths, workload: Workload, limit_bytes: int, widths: Widths) -> int:
         """Tokens of the longest document that fits, to a hundredth of this one's or a chunk; 0 if none does."""
         policy = workload.kv[-1].policy
 
         def fits(document: int) -> bool:
             shorter = replace(lengths, document=document)
             scores = np.zeros(shorter.layout.num_chunks, dtype=np.float32)
-            bits = plan_bits(policy, scores, 0.6, 0.1, shorter.layout)
+            bits = plan_bits(policy, scores, 0.6, 0.1, shorter.layout, widths)
             kv = self.kv_choices(shorter, policy, lambda name: [bits], may_lower=False)
             return self._least(self.workload(shorter, kv)).peak_bytes <= limit_bytes
 

@@ -75,9 +75,10 @@ def _compile(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence
     often = "once" if known is None else f"in every run, as {_not_kept()}"
     reporter.note(f"compiling the kernels for this CPU: up to half a minute, {often}.")
     with reporter.stage("compile"):
-        if known is None:
-            compile_apart(head_dim, group, dtype, draft_bits)
+        apart = known is None and compile_apart(head_dim, group, dtype, draft_bits)
         interruptible(lambda: warm_up(head_dim, group, dtype, draft_bits))
+    if known is None and not apart:
+        reporter.note("compiled without a process of its own: later runs may round sums otherwise than this one.")
     if folder.why_not_kept != known:
         reporter.note(f"the next run compiles again, as {_not_kept()}.")
 

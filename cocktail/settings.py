@@ -259,7 +259,7 @@ def flag_name(key: str) -> str:
 
 
 def _select_rule(items: dict[str, Setting]) -> None:
-    """Sets `kv` to the paper's rule where alpha or beta was given.
+    """Sets `kv` to the paper's rule where alpha or beta was given, and no flag for `kv` outranks where.
 
     Raises:
         UsageError: alpha or beta is a flag while a policy without thresholds is chosen.
@@ -267,7 +267,7 @@ def _select_rule(items: dict[str, Setting]) -> None:
     policy = items["kv"]
     for key in ("alpha", "beta"):
         given = items[key]
-        if given.origin == DEFAULT_ORIGIN:
+        if given.origin == DEFAULT_ORIGIN or (policy.origin == flag_name("kv") and given.origin != flag_name(key)):
             continue
         if policy.value not in UNIFORM_POLICIES:
             items["kv"] = Setting("kv", "cocktail-paper", given.origin)

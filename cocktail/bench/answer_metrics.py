@@ -56,7 +56,10 @@ def exact_match(reply: str, answer: str, language: str, classes: Sequence[str] =
 
 
 def rouge_l(reply: str, answer: str, language: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L's F measure, by the package rouge-score."""
+    """ROUGE-L's F measure, by the package rouge-score.
+
+    differs: LongBench has it from another package, rouge, and cuts Chinese into words with jieba before.
+    """
     return float(_rouge_scorer().score(answer, reply)["rougeL"].fmeasure)
 
 

@@ -126,7 +126,7 @@ class AnswerRuns:
         """The model and the machine, as JSON."""
         return {
             "model": {"name": self.folder.name, "source": self.folder.source, "dtype": self.dtype_name},
-            "machine": {**asdict(self.machine), "emulated": self.config.vram_bytes is not None},
+            "machine": {**asdict(self.machine), "emulated": self.machine.emulates(self.config)},
         }
 
     def answer(
@@ -147,12 +147,9 @@ class AnswerRuns:
             if results.differences:
                 self.reporter.warn(f"{path} goes on with another version: {'; '.join(results.differences)}.")
             pending = [key for key in keys if key not in results.records]
-            try:
+            with results.kept_where_interrupted():
                 if pending:
                     self._run(windows(results.records.keys()), len(pending), results)
-            except KeyboardInterrupt:
-                if not results.records:
-                    raise
             found = [results.records[key] for key in keys if key in results.records]
         return found, len(found) == len(keys)
 

@@ -24,6 +24,7 @@ from cocktail.bench.draft_result import DraftResult, DraftRow, DraftRun
 from cocktail.bench.draft_variant import DEFAULT_VARIANTS, DraftVariant
 from cocktail.bench.machine import Machine, use_threads
 from cocktail.bench.streamed_decode import NO_LIMIT, HostedModel, check_resident, new_link, resident, streaming
+from cocktail.bench.workload import check_policy
 from cocktail.config import Config
 from cocktail.decode_step import DecodeStep
 from cocktail.document import read_document
@@ -134,6 +135,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
     )
     before = psutil.getloadavg()[0]
     job = plan_job(first, config, SilentReporter())
+    check_policy(job.residency.kv_policy, config.kv)
     plan = replace(job.residency, streamed=tuple(range(layers)))
     loaded = load_model(folder, first.hf_config, first.tokenizer, config, reporter, plan=plan)
     with closing(loaded):
@@ -145,7 +147,9 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
         try:
             for number, prompt in enumerate(prompts, start=1):
                 with reporter.stage(f"{prompt.kind} {number}/{len(prompts)}"):
-                    bench.measure(plan_job(read(prompt), config, SilentReporter()), prompt.kind, rows)
+                    planned = plan_job(read(prompt), config, SilentReporter())
+                    check_policy(planned.residency.kv_policy, config.kv)
+                    bench.measure(planned, prompt.kind, rows)
         except KeyboardInterrupt:
             if not result.has_figures:
                 raise

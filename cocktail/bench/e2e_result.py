@@ -20,7 +20,7 @@ _STAGES = ("parse", "score", "prefill")
 class E2eRow:
     """The runs of one variant, in seconds without loading; `reason` says why there are none, or no more.
 
-    `texts` are the answers to the second question, in order.
+    `texts` are the answers to the second question, in order, and `kv` is the policy that the cache was held at.
     """
 
     name: str
@@ -29,6 +29,7 @@ class E2eRow:
     tpot: list[float] = field(default_factory=list)
     stages: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _STAGES})
     texts: list[str] = field(default_factory=list)
+    kv: str | None = None
 
     def add(self, ttft: float, tpot: float | None) -> None:
         """Adds a run."""
@@ -41,6 +42,7 @@ class E2eRow:
         timings = answer.timings
         assert timings.ttft is not None
         self.add(timings.ttft - timings.load, timings.tpot)
+        self.kv = answer.kv.policy
         for name in _STAGES:
             self.stages[name].append(getattr(timings, name))
         if self.name != COLD:
@@ -69,7 +71,8 @@ class E2eResult:
         A record of `variants` has `status` "measured", "failed" or "not run"; `ttft`, seconds to the first token
         without imports and loading, and `tpot`, a token's after it, have `median`, `min`, `max` and `samples`; `parse`,
         `score` and `prefill` are medians; `of_cold` and `of_llama` set the time to the first token against `cold` and
-        `llama.cpp-next`; `same_answer` says whether all runs that asked the second question gave one answer.
+        `llama.cpp-next`; `kv` is the policy that the cache was held at; `same_answer` says whether all runs that asked
+        the second question gave one answer.
         """
         return {
             "schema_version": SCHEMA_VERSION,
@@ -88,7 +91,7 @@ class E2eResult:
                 "cache_form": self.config.cache_form,
                 "repeats": self.repeats,
             },
-            "machine": {**asdict(self.machine), "emulated": self.config.vram_bytes is not None},
+            "machine": {**asdict(self.machine), "emulated": self.machine.emulates(self.config)},
             "variants": [self._record(row) for row in self.rows],
         }
 
@@ -98,6 +101,7 @@ class E2eResult:
             "variant": row.name,
             "status": "failed" if row.reason else "measured" if row.ttft else "not run",
             "reason": row.reason,
+            "kv": row.kv,
             "ttft": Spread.of(row.ttft).to_json() if row.ttft else None,
             "of_cold": self._ratio(row, COLD),
             "of_llama": self._ratio(row, LLAMA_NEXT),

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from cocktail.answer import versions
+from cocktail.config import Config
 from cocktail.cpu_name import cpu_name
 from cocktail.errors import UsageError
 from cocktail.kernels.compiled import max_threads
@@ -50,6 +51,10 @@ class Machine:
             versions={**versions(), **packages},
             commit=_commit(),
         )
+
+    def emulates(self, config: Config) -> bool:
+        """Whether it stands in for a card: a CPU with a VRAM budget."""
+        return self.device == "cpu" and (config.vram_auto or config.vram_bytes is not None)
 
 
 def use_threads(threads: int | None) -> None:

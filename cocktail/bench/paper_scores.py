@@ -38,14 +38,11 @@ def measure_scores(benchmark: PaperBenchmark, dataset: str, config: Config, repo
     settings = runs.settings(benchmark=benchmark.name, dataset=questions.sha256)
     made_by = {**runs.machine.versions, "commit": runs.machine.commit}
     with open_results(benchmark.folder / f"{benchmark.name}.jsonl", settings, made_by) as results:
-        try:
+        with results.kept_where_interrupted():
             for question in asked:
                 if question.key not in results.records:
                     scores = runs.scorer.score(texts, [question.text], reporter)[0]
                     results.add({"id": question.key, "policies": {}, "scores": scores.tolist()})
-        except KeyboardInterrupt:
-            if not results.records:
-                raise
         found = [(question, results.records.get(question.key)) for question in asked]
     rows = [_row(question.text, record["scores"], config) for question, record in found if record]
     workload = {"scorer": config.scorer, "chunk_size": config.chunk_size, "document": passage.document.path}

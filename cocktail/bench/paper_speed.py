@@ -16,8 +16,10 @@ from cocktail.bench.quality_settings import BASELINE, Comparison
 from cocktail.bench.question_windows import make_windows
 from cocktail.bench.results_file import Record, open_results
 from cocktail.bench.variant import UNORDERED
+from cocktail.bench.workload import check_policy
 from cocktail.config import Config
 from cocktail.engine import Request
+from cocktail.errors import UsageError
 from cocktail.report import Reporter, SilentReporter
 from cocktail.tokens import encode
 
@@ -71,17 +73,23 @@ def measure_batches(benchmark: PaperBenchmark, dataset: str, config: Config, rep
     """Tokens a second of every policy, by how many questions about one document are decoded together.
 
     Raises:
-        CocktailError: as `bench_batch` raises it.
+        CocktailError: as `bench_batch` raises it; UsageError: more than one length is given.
         KeyboardInterrupt: no round was whole by then.
     """
     experiment = benchmark.experiment
     config = replace(config, restate=0, draft="off")
     runs = _runs_of(benchmark, config, reporter)
-    request, about = _request(benchmark, dataset, experiment.lengths[-1], runs)
+    if len(experiment.lengths) > 1:
+        raise UsageError(f"--lengths has {len(experiment.lengths)} lengths; {benchmark.name} is measured at one.")
+    request, about = _request(benchmark, dataset, experiment.lengths[0], runs)
+    assert request.data is not None
+    # A document that is shorter is read as it is.
+    length = len(encode(runs.tokenizer, request.data.decode(), special=False)[1])
 
     def measure(policy: str) -> Record:
         batches = BatchBenchmark(DEFAULT_WIDTHS, 1, benchmark.threads)
         found = bench_batch(request, batches, config.with_policy(policy), SilentReporter())
+        check_policy(found.kv_policy, policy)
         if found.partial:
             raise KeyboardInterrupt
         kept = ("tokens_per_second", "shared_bytes", "own_bytes", "reason")
@@ -103,7 +111,7 @@ def measure_batches(benchmark: PaperBenchmark, dataset: str, config: Config, rep
         base = next(other for other in rows if (other["row"], other["width"]) == (BASELINE, row["width"]))
         measured = row["rate"] and base["rate"]
         row["ratio"] = row["rate"]["median"] / base["rate"]["median"] if measured else None
-    workload = {**about, "lengths": experiment.lengths[-1:], "repeats": experiment.repeats}
+    workload = {**about, "lengths": (length,), "repeats": experiment.repeats}
     return Measured(rows, _described(runs, workload), not is_whole)
 
 
@@ -136,14 +144,10 @@ def _kept(
     path = benchmark.folder / f"{benchmark.name}-speed.jsonl"
     with open_results(path, settings, made_by) as results:
         pending = [key for key in items if key not in results.records]
-        try:
-            with reporter.stage("rounds", len(pending), "rounds") as advance:
-                for key in pending:
-                    results.add({"id": key, "policies": items[key]()})
-                    advance(1)
-        except KeyboardInterrupt:
-            if not results.records:
-                raise
+        with results.kept_where_interrupted(), reporter.stage("rounds", len(pending), "rounds") as advance:
+            for key in pending:
+                results.add({"id": key, "policies": items[key]()})
+                advance(1)
         found = [results.records[key] for key in items if key in results.records]
     return found, len(found) == len(items)
 

@@ -17,10 +17,11 @@ from cocktail.bench.evidence import Spans, held_tokens, tokens_within
 from cocktail.bench.quality_data import Question
 from cocktail.bench.quality_settings import BASELINE, Comparison, Rule
 from cocktail.bench.question_windows import Window
+from cocktail.bench.workload import check_policy
 from cocktail.bit_plan import BitPlan
 from cocktail.config import Config
 from cocktail.decode import generate
-from cocktail.errors import BudgetError, ModelError
+from cocktail.errors import ModelError
 from cocktail.generation import Generation
 from cocktail.interrupts import check_interrupt
 from cocktail.job import Job, plan_job
@@ -126,11 +127,7 @@ class PolicyRuns:
         if rule.shuffled:
             reading = shuffled(reading, self._comparison.seed)
         job = plan_job(reading, config, SilentReporter())
-        if rule.kv not in (BASELINE, job.plans[0].policy):
-            raise BudgetError(
-                f"The KV cache does not fit at {policy}; it would be held at {job.plans[0].policy}.",
-                "Leave out --vram, or compare other policies with --kv.",
-            )
+        check_policy(job.residency.kv_policy, rule.kv)
         return replace(job, keeps_context=True)
 
     def records(self) -> Iterator[dict[str, Any]]:

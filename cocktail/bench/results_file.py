@@ -83,6 +83,15 @@ class ResultsFile:
         self.records[record["id"]] = record
         self._write(record)
 
+    @contextmanager
+    def kept_where_interrupted(self) -> Iterator[None]:
+        """An interrupt ends the body and goes no further, unless there are no results at all."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.records:
+                raise
+
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._file is None:
             return

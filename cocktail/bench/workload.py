@@ -9,7 +9,7 @@ import numpy as np
 from cocktail.chunk import TokenizedDocument
 from cocktail.config import Config
 from cocktail.engine import Request
-from cocktail.errors import UsageError
+from cocktail.errors import BudgetError, UsageError
 from cocktail.job import Job, plan_job
 from cocktail.model import context_window
 from cocktail.model_source import resolve_model
@@ -39,9 +39,11 @@ class Workload:
         """The ordinary plan of this reading, its KV cache held by a policy.
 
         Raises:
-            BudgetError: It needs more memory than there is.
+            BudgetError: It needs more memory than there is, or fits only at another policy.
         """
-        return plan_job(self.reading, self.config.with_policy(policy), reporter)
+        job = plan_job(self.reading, self.config.with_policy(policy), reporter)
+        check_policy(job.residency.kv_policy, policy)
+        return job
 
     def short(self) -> Workload:
         """The start of this workload, with every precision in its plan, to warm up on."""
@@ -51,6 +53,19 @@ class Workload:
         generated = min(_WARM_UP_GENERATED, self.config.max_tokens)
         capacity = len(cut.suffixes[0]) + generated
         return Workload(replace(cut, scores=scores, tail_capacity=capacity), replace(self.config, max_tokens=generated))
+
+
+def check_policy(held: str, asked: str) -> None:
+    """No figure may stand under the name of a policy that a budget replaced.
+
+    Raises:
+        BudgetError: The KV cache is held at another policy than was asked for.
+    """
+    if held != asked:
+        raise BudgetError(
+            f"The KV cache does not fit at {asked}; it would be held at {held}.",
+            "Raise or leave out the VRAM budget, or measure other policies.",
+        )
 
 
 def read_whole(request: Request, config: Config, reporter: Reporter) -> Reading:

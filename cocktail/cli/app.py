@@ -19,6 +19,7 @@ from cocktail.cli import signals
 from cocktail.cli.ask import ask
 from cocktail.cli.batch import batch
 from cocktail.cli.bench import bench_app
+from cocktail.cli.bench_command import NothingMeasuredError, asks_for_json
 from cocktail.cli.cache import cache_app
 from cocktail.cli.chat import chat
 from cocktail.cli.completion import answer_completion
@@ -163,7 +164,7 @@ def _usage_error(error: Exception, arguments: Sequence[str]) -> UsageError:
 
 
 def _fail(cause: BaseException, arguments: Sequence[str], warned: Sequence[str]) -> int:
-    """Writes an error to standard error, with --json also as JSON to standard output; returns the exit code."""
+    """Writes an error to standard error, where JSON is asked for as that to standard output; returns the exit code."""
     error, code, exit_code = _explain(cause, arguments)
     options = list(arguments)
     if "--" in options:
@@ -179,11 +180,15 @@ def _fail(cause: BaseException, arguments: Sequence[str], warned: Sequence[str])
         if error.hint:
             sys.stderr.write(f"hint: {one_line(error.hint)}\n")
     with suppress(OSError, CocktailError):
-        if "--json" in options:
-            body = error_json(code, error.message, error.hint) | {"warnings": list(warned)}
-            if code == "interrupted":
-                body["finish_reason"] = code
-            Output().write(json_line(body) + "\n")
+        body = error_json(code, error.message, error.hint) | {"warnings": list(warned)}
+        if code == "interrupted":
+            body["finish_reason"] = code
+        if asks_for_json(options):
+            found = error.result if isinstance(error, NothingMeasuredError) else {}
+            body = {**found, **{key: body[key] for key in ("schema_version", "ok", "warnings", "error")}}
+        elif "--json" not in options:
+            return exit_code
+        Output().write(json_line(body) + "\n")
     return exit_code
 
 

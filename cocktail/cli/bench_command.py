@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import signals
 from cocktail.cli.ask import STDIN, read_stdin
 from cocktail.cli.output import Output, json_line
@@ -117,35 +117,36 @@ def run_benchmark(
     has_figures: Callable[[Result], bool],
     load_rendering: Callable[[], Rendering],
 ) -> None:
-    """Measures and writes the result, an error as JSON too where that is the format.
+    """Measures and writes the result.
 
     Raises:
-        CocktailError: What the benchmark raised, or nothing was measured.
+        CocktailError: What the benchmark raised.
+        NothingMeasuredError: Nothing was measured; as JSON the result is the error's.
         typer.Exit: The run was interrupted after something was measured.
     """
     target = Output()
-    try:
-        result = measure()
-        measured = has_figures(result)
-        if not measured and not result["partial"]:
-            failure = CocktailError("No variant could be measured.", "The rows say why.")
-            result |= {"ok": False, "error": _error_json(failure)}
-    except (CocktailError, KeyboardInterrupt) as error:
-        if output == "json":
-            body = {"schema_version": SCHEMA_VERSION, "ok": False, "error": _error_json(error)}
-            target.write(json_line(body) + "\n")
-        raise
-    target.write(load_rendering().text(result, output, target) + "\n")
+    result = measure()
+    failed = not has_figures(result) and not result["partial"]
+    if not failed or output != "json":
+        target.write(load_rendering().text(result, output, target) + "\n")
+    if failed:
+        raise NothingMeasuredError(result)
     if result["partial"]:
         raise typer.Exit(signals.exit_code())
-    if not measured:
-        raise failure
 
 
-def _error_json(error: CocktailError | KeyboardInterrupt) -> dict[str, str | None]:
-    if isinstance(error, KeyboardInterrupt):
-        return {"code": "interrupted", "message": "interrupted", "hint": None}
-    return {"code": error.code, "message": error.message, "hint": error.hint}
+class NothingMeasuredError(CocktailError):
+    """No variant of a benchmark could be measured."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__("No variant could be measured.", "The rows say why.")
+        self.result = result
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Whether a command line is a benchmark's whose result is JSON."""
+    given = {*words, *map(" ".join, pairwise(words))}
+    return words[:1] == ["bench"] and not given.isdisjoint(("-o json", "-ojson", "--output json", "--output=json"))
 
 
 def read_config(ctx: typer.Context, name: str, generated_tokens: int) -> Config:

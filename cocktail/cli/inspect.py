@@ -153,7 +153,7 @@ def inspection_json(inspection: Inspection, warnings: Sequence[str]) -> dict[str
             "format": document.format,
             "sha256": document.sha256,
             "pages": document.page_count,
-            "tokens": len(tokenized.token_ids),
+            "tokens": len(tokenized.token_ids) + inspection.truncated_tokens,
             "characters": len(document.text),
         },
         "pages": [
@@ -233,12 +233,13 @@ def _looks() -> dict[str, tuple[str, int]]:
 def _lines(inspection: Inspection, width: int, *, colored: bool) -> list[str]:
     document, tokenized = inspection.document, inspection.tokenized
     rows = [(str(page.number), page.label, f"{len(page.text):,}", f"{page.quality:.2f}") for page in document.pages]
-    tail = len(tokenized.token_ids) - tokenized.remainder_start
+    tail, left_out = len(tokenized.token_ids) - tokenized.remainder_start, inspection.truncated_tokens
     lines = [
         f"{one_line(document.path)}: {document.format}, {counted(document.page_count, document.unit)}, "
         f"{len(document.text):,} characters",
         f"{len(tokenized.token_ids):,} tokens: {len(tokenized.chunks):,} chunks of {tokenized.chunk_size}"
-        + (f" and {tail} more" if tail else ""),
+        + (f" and {tail} more" if tail else "")
+        + (f"; {left_out:,} more do not fit the model's window" if left_out else ""),
         "",
         aligned((document.unit, "label", "characters", "quality"), rows),
     ]

@@ -35,6 +35,7 @@ _COLUMNS = (
     _seconds("score"),
     _seconds("prefill"),
     Column("ms/token", median_cell("tpot", 1000, 1), 5),
+    Column("KV", lambda record: record["kv"] or "-", 4),
     Column("same answer", _same, 6),
 )
 

@@ -26,13 +26,13 @@ from cocktail.cli.render_columns import (
 _SPREAD = ("median", "min", "max", "samples")
 _SPEED = (
     Column("KV", byte_cell("kv_bytes"), 16),
-    Column("less", share_cell("less_kv"), 8),
+    Column("KV saved", share_cell("less_kv"), 8),
     Column("weights + KV", byte_cell("step_bytes"), 17),
-    Column("less", share_cell("less_memory"), 18),
+    Column("bytes saved", share_cell("less_memory"), 11),
     Column("peak", byte_cell("peak_memory_bytes"), 9),
     Column("ms/token", median_cell("tpot", 1000, 1), 17),
     Column("range", range_cell("tpot", 1000, 1), 6),
-    Column("less", share_cell("less_time"), 18),
+    Column("time saved", share_cell("less_time"), 18),
 )
 _BATCH = (
     Column("together", lambda record: str(record["width"]), 19),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cocktail.bench.quality_settings import BASELINE
 from cocktail.bench.quality_summary import FIGURES
 from cocktail.cli.output import counted, one_line
 from cocktail.cli.render_columns import Column, Record, csv_lines, fitted, machine_lines, markdown_rows, wrapped
@@ -21,7 +22,7 @@ def interval_cell(name: str, form: str, scale: float = 1) -> Callable[[Record], 
 
     def cell(record: Record) -> str:
         summary = record[name]
-        if summary is None or summary["low"] == summary["high"] == 0:
+        if summary is None or record["policy"] == BASELINE:
             return "-"
         return f"{scale * summary['low']:{form}} to {scale * summary['high']:{form}}"
 

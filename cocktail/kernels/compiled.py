@@ -149,8 +149,8 @@ def warm_up(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence[
     hadamard(key[0], key[0])
     if dtype.itemsize == 2:
         _warm_up_layer(head_dim, dtype)
-        for bits in draft_bits:
-            _warm_up_draft(head_dim, dtype, bits)
+    for bits in draft_bits:
+        _warm_up_draft(head_dim, dtype, bits)
 
 
 def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
@@ -169,15 +169,20 @@ def _warm_up_layer(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def _warm_up_draft(head_dim: int, dtype: torch.dtype, bits: int) -> None:
-    """A substitute layer of one head, and its product as a module, which its first step is compared with."""
+    """A substitute layer of one head, and its product as a module, which its first step is compared with.
+
+    In float32 layers are not compiled: every draft step is the modules'.
+    """
     from cocktail.kernels.low_bit_linear import low_bit_linear
     from cocktail.kernels.low_bit_weight import GROUP_SIZE, quantize_weight
 
     def make(rows: int, columns: int) -> LowBitWeight:
         return quantize_weight(torch.zeros((rows, columns)), bits)
 
-    _warm_up_few_rows(head_dim, dtype, make)
-    low_bit_linear(torch.zeros((1, GROUP_SIZE), dtype=dtype), make(GROUP_SIZE, GROUP_SIZE))
+    if dtype.itemsize == 2:
+        _warm_up_few_rows(head_dim, dtype, make)
+    for rows in STEP_ROWS if dtype == torch.float32 else STEP_ROWS[:1]:
+        low_bit_linear(torch.zeros((rows, GROUP_SIZE), dtype=dtype), make(GROUP_SIZE, GROUP_SIZE))
 
 
 def _warm_up_few_rows(head_dim: int, dtype: torch.dtype, make: Callable[[int, int], Any]) -> None:

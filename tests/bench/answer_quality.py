@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from cocktail.answer import Answer
 from cocktail.bench.answer_metrics import best_contains, best_score
 from cocktail.bench.bootstrap import bootstrap_interval
+from cocktail.bench.machine import Machine
 from cocktail.config import Config
 from cocktail.engine import Request, answer_questions
 from cocktail.loaded_models import LoadedModels
@@ -150,9 +152,18 @@ def is_gold(gold: Sequence[tuple[int, int]], start: int, end: int) -> bool:
     return any(min(end, gold_end) - max(start, gold_start) > (end - start) / 2 for gold_start, gold_end in gold)
 
 
-def measure(asked: Sequence[Asked], config: Config, moved: bool, out: Path) -> dict[str, np.ndarray]:
+def measure(
+    asked: Sequence[Asked], config: Config, moved: bool, tokens: int, commit: str | None, out: Path
+) -> dict[str, np.ndarray]:
     """Asks what `out` lacks, a document at a time, and returns each measure's values, in the questions' order."""
-    condition = {"restate": config.restate, "moved": moved, "scorer": config.scorer, "kv": config.kv}
+    condition = {
+        "commit": commit,
+        "tokens": tokens,
+        "restate": config.restate,
+        "moved": moved,
+        "scorer": config.scorer,
+        "kv": config.kv,
+    }
     known = [json.loads(line) for line in out.read_text("utf-8").splitlines()] if out.exists() else []
     rows = {row["id"]: row for row in known if row["condition"] == condition}
 
@@ -203,7 +214,7 @@ def main() -> None:
     parser.add_argument("--no-moved", action="store_true", help="only ask about the questions' own documents")
     parser.add_argument("-o", "--output", type=Path, default=Path("answers.jsonl"))
     given = parser.parse_args()
-    silent = SilentReporter()
+    silent, commit = SilentReporter(), Machine.of(torch.device("cpu")).commit
     tokenizer = load_tokenizer(resolve_model(Config().model, Config(), silent))
     columns = ("set", "restate", "n", "gold answer in reply", "times the first", "F1", "first citation is gold")
     print("| " + " | ".join((*columns, "marked", "moved: marked", "moved: cited")) + " |\n" + "|---" * 10 + "|")
@@ -212,9 +223,9 @@ def main() -> None:
         base = None
         for restate in given.restate:
             config = Config(scorer=given.scorer, kv=given.kv, restate=restate)
-            own = measure(asked, config, False, given.output)
+            own = measure(asked, config, False, given.tokens, commit, given.output)
             base = own["holds"] if base is None else base
-            other = None if given.no_moved else measure(asked, config, True, given.output)
+            other = None if given.no_moved else measure(asked, config, True, given.tokens, commit, given.output)
             moved = ["-" if other is None else share(other[name]) for name in ("marked", "cited")]
             figures = (share(own["holds"]), times(own["holds"], base), f"{own['f1'].mean():.2f}")
             marks = (share(own["first_is_gold"]), share(own["marked"]), *moved)

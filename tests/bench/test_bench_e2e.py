@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def test_every_variant_of_ours_is_measured_and_gives_one_answer(document: Path, 
     body = json.loads(json.dumps(result.to_json()))
     assert body["workload"]["document_tokens"] == 700
     assert body["document"]["tokens"] < 700
+    assert {record["kv"] for record in records.values()} == {"cocktail"}
+    assert not body["machine"]["emulated"]
+    for budgeted in (replace(config, vram_auto=True), replace(config, vram_bytes=10**9)):
+        assert result.machine.emulates(budgeted)
+        assert not replace(result.machine, device="cuda").emulates(budgeted)
 
 
 def test_a_different_answer_is_seen(document: Path, config: Config) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from cocktail.config import Config
 from cocktail.context import KVGeometry
 from cocktail.document import read_document
 from cocktail.engine import Request
-from cocktail.errors import UsageError
+from cocktail.errors import BudgetError, UsageError
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model_folder import ModelFolder
 from cocktail.reading import Reading, read_for_questions
@@ -102,6 +103,17 @@ def test_every_cache_of_this_process_is_measured(request_: Request, config: Conf
     sizes = {name: record["kv_bytes"] for name, record in records.items()}
     assert sizes["int4"] < sizes["int8"] < sizes["fp16"]
     assert sizes["cocktail"] == sizes["cocktail-unordered"] < sizes["int8"]
+
+
+def test_no_figure_stands_under_a_policy_that_a_budget_replaced(reading: Reading, config: Config) -> None:
+    ends = []
+    for size in range(100_000, 2_000_000, 20_000):
+        workload = Workload(stretch(reading, DOCUMENT_TOKENS), replace(config, vram_bytes=size))
+        try:
+            ends.append(workload.job("fp16", SilentReporter()).residency.kv_policy)
+        except BudgetError as error:
+            ends.append("replaced" if "does not fit at fp16; it would be held at" in error.message else "refused")
+    assert list(dict.fromkeys(ends)) == ["refused", "replaced", "fp16"]
 
 
 def test_ablation_leaves_chunks_in_document_order(

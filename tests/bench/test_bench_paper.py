@@ -137,6 +137,14 @@ def test_rounds_go_on_where_a_run_was_interrupted(
     assert second["variants"][:2] == [{**row, "paper": second["variants"][0]["paper"]} for row in first["variants"][:2]]
 
 
+def test_throughput_is_measured_at_one_length(paper: Paper, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is measured at one" in paper("fig6", "--lengths", "100,200", code=2)["error"]["message"]
+    # A document that is shorter is read as it is.
+    more = ("--lengths", "100000", "--repeats", "1", "--kv", "int4")
+    (read,) = paper("fig6", *more)["workload"]["lengths"]
+    assert 300 < read < 100_000
+
+
 def test_methods_are_those_of_the_one_table() -> None:
     assert METHODS[0] == "fp16"
     assert set(METHODS) == set(KV_POLICIES) - {"int8", "fp8", "int4", "int2"}

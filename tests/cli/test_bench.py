@@ -281,6 +281,19 @@ def test_an_interrupt_before_anything_was_measured_is_json_too(cocktail: Run, be
     assert json.loads(ran.out)["error"]["code"] == "interrupted"
 
 
+@pytest.mark.parametrize("words", [("-o", "json"), ("-ojson",), ("--output", "json"), ("--output=json",)])
+def test_an_error_is_json_whatever_raised_it(words: tuple[str, ...], cocktail: Run, bench: SimpleNamespace) -> None:
+    ran = cocktail("bench", "kv", "doc.md", "--repeats", "none", *words)
+    assert ran.code == 2
+    assert json.loads(ran.out)["error"]["code"] == "usage"
+    bench.answer = ZeroDivisionError("division by zero")
+    ran = cocktail("bench", "kv", "doc.md", *words)
+    body = json.loads(ran.out)
+    assert (ran.code, body["ok"], body["error"]["code"]) == (1, False, "error")
+    assert list(body) == ["schema_version", "ok", "warnings", "error"]
+    assert cocktail("bench", "kv", "doc.md", "-o", "csv").out == ""
+
+
 def test_a_failure_has_its_exit_code(cocktail: Run, bench: SimpleNamespace) -> None:
     from cocktail.errors import BudgetError
 

@@ -140,6 +140,19 @@ def test_json_holds_every_page_and_chunk(cocktail: Run) -> None:
     assert list(bare) == list(body)
 
 
+def test_tokens_are_the_whole_documents_whatever_fits_the_window(cocktail: Run, engine: ModuleType) -> None:
+    whole = engine.inspect_document
+
+    def inspect_document(*arguments: Any) -> Inspection:
+        return replace(whole(*arguments), truncated_tokens=5)
+
+    engine.inspect_document = inspect_document  # type: ignore[attr-defined]
+    body = json.loads(cocktail("inspect", "doc.pdf", "why", "--json").out)
+    assert (body["document"]["tokens"], body["truncated_tokens"]) == (14, 5)
+    shown = cocktail("inspect", "doc.pdf").out
+    assert "9 tokens: 4 chunks of 2 and 1 more; 5 more do not fit the model's window" in shown
+
+
 @pytest.mark.parametrize(
     ("plot", "message"),
     [

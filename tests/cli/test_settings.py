@@ -156,6 +156,9 @@ def test_thresholds_from_a_file_do_not_forbid_another_policy() -> None:
     Path("cocktail.toml").write_text("alpha = 0.5")
     assert resolve({"kv": "int4"}, {}).config().kv == "int4"
     assert resolve({}, {}).config().kv == "cocktail-paper"
+    # A flag outranks the file.
+    assert resolve({"kv": "cocktail", "kv_budget": "30%"}, {}).config().kv == "cocktail"
+    assert resolve({"kv": "cocktail", "beta": 0.2}, {}).config().kv == "cocktail-paper"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ def test_a_question_about_the_whole_is_not_judged(parts: TokenizedDocument, ques
     assert is_close(parts, question, cosines(parts, 0.0), "minilm")
 
 
+@pytest.mark.parametrize("question", ["According to this report, {}", "Does the document mention it: {}"])
+def test_naming_the_document_as_the_place_to_look_changes_nothing(parts: TokenizedDocument, question: str) -> None:
+    assert not is_close(parts, question.format(OTHER), cosines(parts, 0.0), "minilm")
+
+
 def test_a_document_of_a_few_chunks_is_not_judged() -> None:
     short = tokenized([FILLER], chunk_size=64)
     assert len(short.chunks) < 4

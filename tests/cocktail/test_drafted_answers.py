@@ -75,10 +75,12 @@ def test_n_grams_give_the_answers_of_no_draft(document: Path, config: Config, te
 
 
 def test_complaint_40_what_drafts_nothing_says_why(document: Path, config: Config, tiny_folder: Path) -> None:
+    least = least_budget(document, replace(config, draft="off"))
     reasons: dict[str, Callable[[], Answer]] = {
         "every layer is resident": lambda: ask(document, replace(config, draft="self"))[0],
         "--draft is off": lambda: ask(document, replace(config, draft="off"))[0],
         "--max-tokens is 1": lambda: ask(document, replace(config, max_tokens=1))[0],
+        "the budget has no room for": lambda: ask(document, replace(config, draft="self", vram_bytes=least))[0],
     }
     for reason, run in reasons.items():
         stats = run().speculation

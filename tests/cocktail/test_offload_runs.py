@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cocktail import job, loaded_models, model
 from cocktail.answer import Answer
-from cocktail.config import Config
+from cocktail.config import Config, KvBudget
 from cocktail.engine import Request, answer_questions
 from cocktail.errors import BudgetError, ModelError, UsageError
 from cocktail.model import LoadedModel
@@ -244,6 +244,23 @@ def test_impossible_budgets_are_refused_with_three_figures_before_weights_are_re
     # What the refusal asks for is enough: the weights are what is missing then.
     with pytest.raises(ModelError):
         ask(document, replace(config, vram_bytes=least))
+
+
+def test_the_length_that_would_fit_does_fit_whatever_the_kv_budget(
+    document: Path, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, kv_budget=KvBudget(share=1.0))
+    [answer] = ask(document, config)
+    free = 0.99 * (answer.plan.estimated_peak_bytes or 0)
+    monkeypatch.setattr(job, "free_bytes", lambda on_cuda: int(free))
+    with pytest.raises(BudgetError) as caught:
+        ask(document, config)
+    fitting = re.search(r"([\d,]+) of the document's", caught.value.hint or "")
+    assert fitting
+    shorter = tmp_path / "shorter.txt"
+    # A token is a byte.
+    shorter.write_bytes(TEXT.encode()[: int(fitting[1].replace(",", ""))])
+    assert ask(shorter, config)
 
 
 def test_complaint_28_weights_that_cannot_be_pinned_are_streamed_from_pageable_memory(

@@ -47,7 +47,12 @@ def story(monkeypatch: pytest.MonkeyPatch, folder: CodeFolder) -> Story:
     monkeypatch.setattr(module, "why_no_cpu_kernels", lambda: None)
     monkeypatch.setattr(module, "code_folder", lambda: folder)
     monkeypatch.setattr(module, "load_compiled", lambda *kernel: False)
-    monkeypatch.setattr(module, "compile_apart", lambda *kernel: story.lines.append("apart"))
+
+    def compile_apart(*kernel: object) -> bool:
+        story.lines.append("apart")
+        return True
+
+    monkeypatch.setattr(module, "compile_apart", compile_apart)
     monkeypatch.setattr(module, "warm_up", lambda *kernel: story.lines.append("warm-up"))
     return story
 
@@ -68,6 +73,15 @@ def test_compiling_is_said_and_is_a_stage_of_its_own(story: Story) -> None:
     tell(story)
     said = "compiling the kernels for this CPU: up to half a minute, once."
     assert story.lines == [said, "<compile>", "apart", "warm-up", "</compile>", "warm-up"]
+
+
+def test_compiling_without_a_process_of_its_own_is_said(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "compile_apart", lambda *kernel: False)
+    tell(story)
+    assert (
+        story.lines[-2] == "compiled without a process of its own: later runs may round sums otherwise than this one."
+    )
+    assert story.lines[1:4] == ["<compile>", "warm-up", "</compile>"]
 
 
 def test_damage_is_said_once(story: Story, folder: CodeFolder) -> None:
