@@ -73,7 +73,7 @@ def _compile(head_dim: int, group: int, dtype: torch.dtype, draft_bits: Sequence
     folder.check_room()
     known = folder.why_not_kept
     often = "once" if known is None else f"in every run, as {_not_kept()}"
-    reporter.note(f"compiling the kernels for this CPU: up to half a minute, {often}.")
+    reporter.note(f"compiling the kernels for this CPU: up to a minute, {often}.")
     with reporter.stage("compile"):
         apart = known is None and compile_apart(head_dim, group, dtype, draft_bits)
         interruptible(lambda: warm_up(head_dim, group, dtype, draft_bits))

@@ -71,7 +71,7 @@ def test_kernels_on_disk_are_loaded_in_silence(story: Story, monkeypatch: pytest
 
 def test_compiling_is_said_and_is_a_stage_of_its_own(story: Story) -> None:
     tell(story)
-    said = "compiling the kernels for this CPU: up to half a minute, once."
+    said = "compiling the kernels for this CPU: up to a minute, once."
     assert story.lines == [said, "<compile>", "apart", "warm-up", "</compile>", "warm-up"]
 
 
