@@ -111,6 +111,11 @@ def _size(value: object) -> int:
 def _kv_budget(value: object) -> KvBudget:
     text = _text(value) if isinstance(value, str) else str(value)
     if not text.strip().endswith("%"):
+        if text.strip()[-1:].isdigit():
+            # Of other budgets it means GB, which is hardly meant here.
+            raise UsageError(
+                f"{shortened(text)!r} has no unit.", "Give a share of keys and values at 16 bits as 25%, or 200MB."
+            )
         return KvBudget(nbytes=_size(value))
     try:
         share = float(text.strip()[:-1]) / 100

@@ -75,6 +75,8 @@ def test_a_kv_budget_of_a_variable_is_for_the_policy_that_has_one() -> None:
     assert resolve({"kv": "int4"}, {}).items["kv_budget"].origin == "default"
     with pytest.raises(UsageError):
         resolve({"kv": "int4", "kv_budget": "25%"}, {}).config()
+    with pytest.raises(UsageError, match="'25' has no unit"):
+        resolve({"kv_budget": "25"}, {})
 
 
 @pytest.mark.parametrize("text", ["fast", "0GB/s", "25GB/m", "25GB/s/s", "/s", "9" * 40])
