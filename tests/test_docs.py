@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pypdfium2
 import pytest
+import regex
 
 from cocktail.errors import CocktailError
 from cocktail.settings import PARSERS
@@ -81,7 +82,7 @@ def test_options_named_in_documents_exist(page: Path) -> None:
     known = set(re.findall(r"--[a-z][a-z-]*", reference)) | OTHER_PROGRAMS
     text = page.read_text(encoding="utf-8")
     # A quotation may be cut in the middle of one.
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*+(?!…)", text))
+    named = set(regex.findall(r"(?<![\w-])--[a-z][a-z-]*+(?!…)", text))
     assert named <= known
 
 

@@ -146,7 +146,7 @@ def test_imported_libraries_are_declared() -> None:
     declared = set(re.findall(r'^    "([a-z0-9-]+)[><=;]', pyproject, re.MULTILINE))
     tops = {name.partition(".")[0] for path in SOURCES for name in imports(ast.parse(path.read_bytes()))}
     renamed = {"bs4": "beautifulsoup4", "pptx": "python-pptx"}
-    libraries = {renamed.get(name, name) for name in tops - set(sys.stdlib_module_names) - {"cocktail"}}
+    libraries = {renamed.get(name, name) for name in tops - {*sys.stdlib_module_names, "cocktail", "tomllib"}}
     assert {name.replace("_", "-") for name in libraries} <= declared
 
 
