@@ -145,8 +145,8 @@ def test_with_every_family_sliding_windows_included(name: str) -> None:
             answers.append(ids(found))
         return answers == [alone, alone]
 
-    # A draw may fall on the border of two tokens, where rounding decides, of more rows and of kernels as they happened to
-    # be compiled. A defect changes the answers of every seed.
+    # A draw may fall on the border of two tokens, where rounding decides: it depends on the rows of a pass and on
+    # how kernels were compiled. A defect changes the answers of every seed.
     assert any(changes_nothing(seed) for seed in (5, 6, 7))
 
 
