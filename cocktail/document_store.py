@@ -25,7 +25,7 @@ import numpy as np
 
 from cocktail.disk import check_space, map_disk_errors
 from cocktail.document import Document
-from cocktail.errors import ModelError
+from cocktail.errors import CocktailError, ModelError
 from cocktail.kv_key import DIFFERENCES, VERSION, KvKey, digest
 from cocktail.model_folder import safetensors_header
 from cocktail.offload.budget import format_bytes
@@ -324,24 +324,29 @@ class DocumentStore:
         return entries
 
     def forget(self, path: str) -> int:
-        """Removes all that is kept of a document, and of what its file held before.
+        """Removes all that is kept of a document, and of what its file held before; the bytes that are free again.
 
         Args:
-            path: of the document, which need not exist; "-" for what was read from standard input; or the SHA-256 of
-                its bytes, at least 16 digits of it.
+            path: of the document, which need not exist; "-" for standard input; or 16 digits of its SHA-256 or more.
 
-        Returns:
-            Bytes that are free again.
+        Raises:
+            CocktailError: something could not be removed; the rest was.
         """
-        named = {path[:16].lower()} if re.fullmatch("[0-9a-fA-F]{16,64}", path) else set[str]()
+        named = self._kept_under(path) | ({path[:16].lower()} if re.fullmatch("[0-9a-fA-F]{16,64}", path) else set())
         with suppress(OSError):
             named.add(hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16])
-        named |= self._kept_under(path)
-        return sum(self.remove(file) for file in self._everything() if file.name.lstrip(".")[:16] in named)
+        return self._remove_all([file for file in self._everything() if file.name.lstrip(".")[:16] in named])
 
     def clear(self) -> int:
-        """Removes everything; the bytes that are free again."""
-        return sum(map(self.remove, self._everything()))
+        """As `forget`, of all documents."""
+        return self._remove_all(self._everything())
+
+    def _remove_all(self, files: Sequence[Path]) -> int:
+        freed = sum(map(self.remove, files))
+        if left := [file for file in files if file.exists()]:
+            hint = "Make that folder writable, or remove it by hand: what it holds can be read until then."
+            raise CocktailError(f"{left[0]} could not be removed ({len(left)} of {len(files)} files).", hint)
+        return freed
 
     def _everything(self) -> list[Path]:
         """All files, locks and what is half written among them."""

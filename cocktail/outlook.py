@@ -131,6 +131,8 @@ class Outlook:
         self.windowed = sum(window is not None for window in self.geometry.windows)
         self.policy = "fp16" if self.windowed == self.geometry.num_layers else config.kv
         self._widths = DEFAULT_WIDTHS
+        # Bytes at the fewest bits and those of a budget, where that is a smaller share.
+        self._over_budget: tuple[int, int] | None = None
         if config.kv_budget is not None and self.policy == "cocktail":
             self._widths = self._within(config.kv_budget)
         self.kv = self._choices(lengths, self.policy, may_lower=has_budget)
@@ -193,6 +195,9 @@ class Outlook:
         if self.windowed:
             layers = self.geometry.num_layers
             reporter.note(f"{self.windowed} of {layers} layers have a sliding window and are not quantized")
+        if self._over_budget is not None:
+            least, most = (format_bytes(size) for size in self._over_budget)
+            reporter.warn(f"keys and values of the document take {least} at the fewest bits; --kv-budget is {most}.")
         plan = self.plan(budget_bytes, speed)
         if plan is None or plan.estimate.peak_bytes > limit_bytes:
             lengths, workload = self.lengths, self.workload
@@ -254,6 +259,7 @@ class Outlook:
         found = bisect_right(heights, most, key=taken)
         if not found and budget.share is not None:
             # Of a short document the first chunk alone is a large share, and takes little.
+            self._over_budget = taken(0.0), most
             return Widths.on_ladder(0.0)
         if not found:
             least = taken(0.0)

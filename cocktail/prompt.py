@@ -32,7 +32,10 @@ _STRFTIME_NOW = (
 _TEMPLATE_HINT = "Choose an instruction-tuned text model, or remove the template from the model's folder."
 
 # How a first sentence refuses, in lower case. "the document" must end a phrase: "not in the document store" does not.
-_THE_DOCUMENT = r"(?:the|this)\ (?:provided\ |given\ )?(?:document|text|passage)"
+_THE_DOCUMENT = (
+    r"(?:the|this)\ (?:provided\ |given\ )?"
+    r"(?:document|text|passage|report|paper|article|handbook|manual|contract|agreement|lease)"
+)
 _IN_IT = rf"(?:in|by)\ {_THE_DOCUMENT}(?![\w'-]|\ \w)"
 _REFUSAL = re.compile(
     rf"""(?:(?:i'm\ )?sorry,\ (?:but\ )?|unfortunately,\ |answer:\ )?(?:
@@ -43,6 +46,7 @@ _REFUSAL = re.compile(
         | (?:contain|provide|give|include|have)\ (?:(?:the|an|any|enough|specific|this|that)\ )*
           (?:answer|information|details?)\b)
     | there\ (?:is|are|was|were)\ no\ (?:information|mention|answer|details?)\b[^.!?]*\b{_IN_IT}
+    | i\ (?:do\ not|don't)\ know(?!\ \w)
     | i\ (?:cannot|can't|could\ not|couldn't|do\ not|don't)\ (?:find|see)\b[^.!?]*\b{_IN_IT}
     )""",
     re.VERBOSE,

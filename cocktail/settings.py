@@ -264,7 +264,7 @@ def flag_name(key: str) -> str:
 
 
 def _select_rule(items: dict[str, Setting]) -> None:
-    """Sets `kv` to the paper's rule where alpha or beta was given, and no flag for `kv` outranks where.
+    """Sets `kv` to the paper's rule where alpha or beta was given, and no flag for `kv` or its budget outranks where.
 
     Raises:
         UsageError: alpha or beta is a flag while a policy without thresholds is chosen.
@@ -272,7 +272,8 @@ def _select_rule(items: dict[str, Setting]) -> None:
     policy = items["kv"]
     for key in ("alpha", "beta"):
         given = items[key]
-        if given.origin == DEFAULT_ORIGIN or (policy.origin == flag_name("kv") and given.origin != flag_name(key)):
+        chosen = policy.origin == flag_name("kv") or items["kv_budget"].origin == flag_name("kv_budget")
+        if given.origin == DEFAULT_ORIGIN or (chosen and given.origin != flag_name(key)):
             continue
         if policy.value not in UNIFORM_POLICIES:
             items["kv"] = Setting("kv", "cocktail-paper", given.origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from cocktail.answer import SCHEMA_VERSION
 from cocktail.cli import options
 from cocktail.cli.grouped import GroupedCommand, help_alone
-from cocktail.cli.output import Output, aligned, json_line
+from cocktail.cli.output import Output, aligned, json_line, one_line
 from cocktail.errors import UsageError
 from cocktail.offload.budget import format_bytes
 from cocktail.report import SilentReporter
@@ -85,7 +86,12 @@ def remove_from_cache(
             "`cocktail cache list` shows what is kept.",
         )
     store = _store(ctx)
-    freed = store.clear() if everything else sum(map(store.forget, documents or ()))
+    freed = store.clear() if everything else 0
+    for document in documents or ():
+        found = store.forget(document)
+        if not found:
+            sys.stderr.write(f"nothing is kept of {one_line(document)}\n")
+        freed += found
     Output().write(f"{format_bytes(freed)} removed\n")
 
 

@@ -50,6 +50,24 @@ def test_what_is_kept_is_listed_and_really_removed(asked: Path, capsys: pytest.C
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
+def test_what_cannot_be_removed_is_an_error_and_what_is_not_kept_is_said(
+    asked: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["cache", "remove", "another.txt"]) == 0
+    assert capsys.readouterr().err == "nothing is kept of another.txt\n"
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for words in ([asked.name], ["--all"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            assert run(["cache", "remove", *words]) == 1
+        captured = capsys.readouterr()
+        assert "could not be removed" in captured.err
+        assert captured.out == ""
+
+
 def test_pruning_and_removing_everything(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cache", "prune"]) == 0
     assert capsys.readouterr().out == "0 B removed\n"

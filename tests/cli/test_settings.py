@@ -160,6 +160,7 @@ def test_thresholds_from_a_file_do_not_forbid_another_policy() -> None:
     assert resolve({}, {}).config().kv == "cocktail-paper"
     # A flag outranks the file.
     assert resolve({"kv": "cocktail", "kv_budget": "30%"}, {}).config().kv == "cocktail"
+    assert resolve({"kv_budget": "30%"}, {}).config().kv == "cocktail"
     assert resolve({"kv": "cocktail", "beta": 0.2}, {}).config().kv == "cocktail-paper"
 
 

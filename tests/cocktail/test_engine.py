@@ -78,6 +78,13 @@ def test_an_answer_carries_everything_the_contract_names(document: Path, config:
     assert answer.cache.reason
 
 
+def test_a_kv_budget_that_no_bits_keep_is_said(document: Path, config: Config) -> None:
+    [answer] = ask(document, replace(config, kv_budget=KvBudget(share=0.01)))
+    assert any(" at the fewest bits; --kv-budget is " in warning for warning in answer.warnings)
+    [answer] = ask(document, replace(config, kv_budget=KvBudget(share=1.0)))
+    assert not any("--kv-budget" in warning for warning in answer.warnings)
+
+
 @pytest.mark.parametrize("policy", ["cocktail", "cocktail-paper", "fp16", "int8", "int4", "int2"])
 def test_bytes_reported_follow_the_policy(document: Path, config: Config, policy: str) -> None:
     [answer] = ask(document, replace(config, kv=policy))
