@@ -93,6 +93,7 @@ class SpeculationStats:
     `by_depth` and `by_source` hold [verified, accepted]. `plain_rounds` are passes without a draft, `block_efficiency`
     the tokens of a pass, and `memory_bound_speedup` is t r / (d + r) (see `SpeculationCounts`). Seconds: `copy_seconds`
     is what the model waited for streamed weights, `wasted_seconds` what rounds took beyond plain decoding of theirs.
+    `why_off` says why nothing drafted, or not what was made for it.
     """
 
     mode: str = "off"

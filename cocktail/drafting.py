@@ -169,11 +169,10 @@ def speculation_stats(
 def counted(loaded: LoadedModel, counts: SpeculationCounts, why_paused: str | None = None) -> SpeculationStats:
     """An answer's counts as they are reported."""
     reason = None
-    if not counts.drafted:
-        nothing = "nothing that stood before was worth drafting"
-        if loaded.substitutes or loaded.draft_model is not None:
-            nothing = "plain decoding promised more"
-        reason = why_paused or nothing
+    if (loaded.substitutes or loaded.draft_model is not None) and not counts.draft_steps:
+        reason = why_paused or ("n-grams alone" if counts.drafted else "plain decoding") + " promised more"
+    elif not counts.drafted:
+        reason = why_paused or "nothing that stood before was worth drafting"
     return SpeculationStats(
         mode=_mode(loaded),
         rounds=counts.rounds,

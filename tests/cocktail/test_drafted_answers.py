@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch
 from cocktail.answer import Answer
 from cocktail.cli.render import speculation_rows
 from cocktail.config import Config
+from cocktail.drafting import counted
+from cocktail.speculation_stats import SpeculationCounts
 from tests.cocktail.drafted_runs import QUESTIONS, ask, least_budget
 
 BITS = ("4", "3", "2", "nf4")
@@ -90,6 +94,15 @@ def test_complaint_40_what_drafts_nothing_says_why(document: Path, config: Confi
     narrow = replace(config, model=str(tiny_folder), draft="self")
     [answer] = ask(document, replace(narrow, vram_bytes=streamed_budget(document, narrow)))
     assert "no multiple of the group size" in (answer.speculation.why_off or "")
+
+
+def test_substitutes_that_never_drafted_say_why() -> None:
+    loaded: Any = SimpleNamespace(substitutes={0: None}, draft_model=None)
+    reasons = [
+        counted(loaded, SpeculationCounts(drafted=drafted, draft_steps=steps)).why_off
+        for drafted, steps in ((0, 0), (3, 0), (3, 2))
+    ]
+    assert reasons == ["plain decoding promised more", "n-grams alone promised more", None]
 
 
 @pytest.mark.usefixtures("always")
