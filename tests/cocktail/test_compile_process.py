@@ -73,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CodeFolder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_run_that_compiles_rounds_as_later_ones_do(dtype: str, tmp_path: Path) -> None:
     """Both load every kernel from disk, those of drafts included."""
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
