@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cocktail.child_process import wait_for
 from cocktail.config import Config
 from cocktail.disk import check_space, map_disk_errors
 from cocktail.errors import ModelError
@@ -207,17 +208,7 @@ def run_pip(arguments: list[str], folder: Path, progress: Callable[[int], None])
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=folder
         )
-        try:
-            while True:
-                try:
-                    code = process.wait(timeout=_POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    progress(_size_of(folder))
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        code = wait_for(process, lambda: progress(_size_of(folder)))
     progress(_size_of(folder))
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     complaints = [line for line in lines if line.startswith("ERROR:")] or [line for line in lines if line.strip()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from cocktail.child_process import own_python
 from cocktail.errors import DocumentError
 from cocktail.interrupts import check_interrupt
 from cocktail.offload.budget import format_bytes
@@ -21,7 +21,7 @@ from cocktail.offload.budget import format_bytes
 _POLL_SECONDS = 0.05
 # A process that waits for something takes no processor time.
 _WALL_FACTOR = 10
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cocktail.pdf_worker import main; main()"
+_RUN = "from cocktail.pdf_worker import main; main()"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,9 @@ class PdfProcess:
             GivenUpError: It took too much.
         """
         self.close()
-        # Nothing of the current folder or of Python's variables must decide what is imported.
-        command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                own_python(_RUN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError as error:
             raise DocumentError(f"A process to read the PDF cannot be started: {error.strerror}.") from error

@@ -270,9 +270,9 @@ def _select_rule(items: dict[str, Setting]) -> None:
         UsageError: alpha or beta is a flag while a policy without thresholds is chosen.
     """
     policy = items["kv"]
+    chosen = any(items[key].origin == flag_name(key) for key in ("kv", "kv_budget"))
     for key in ("alpha", "beta"):
         given = items[key]
-        chosen = policy.origin == flag_name("kv") or items["kv_budget"].origin == flag_name("kv_budget")
         if given.origin == DEFAULT_ORIGIN or (chosen and given.origin != flag_name(key)):
             continue
         if policy.value not in UNIFORM_POLICIES:

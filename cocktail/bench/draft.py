@@ -24,7 +24,7 @@ from cocktail.bench.draft_result import DraftResult, DraftRow, DraftRun
 from cocktail.bench.draft_variant import DEFAULT_VARIANTS, DraftVariant
 from cocktail.bench.machine import Machine, use_threads
 from cocktail.bench.streamed_decode import NO_LIMIT, HostedModel, check_resident, new_link, resident, streaming
-from cocktail.bench.workload import check_policy
+from cocktail.bench.workload import plan_as_asked
 from cocktail.config import Config
 from cocktail.decode_step import DecodeStep
 from cocktail.document import read_document
@@ -34,7 +34,7 @@ from cocktail.drafting import draft_limits, host_waits
 from cocktail.engine import Request
 from cocktail.errors import CocktailError, UsageError
 from cocktail.interrupts import check_interrupt
-from cocktail.job import Job, plan_job
+from cocktail.job import Job
 from cocktail.kv_cache import MixedKVCache
 from cocktail.model import load_model, resolve_device_dtype
 from cocktail.model_source import resolve_model
@@ -134,8 +134,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
         rows=rows,
     )
     before = psutil.getloadavg()[0]
-    job = plan_job(first, config, SilentReporter())
-    check_policy(job.residency.kv_policy, config.kv)
+    job = plan_as_asked(first, config, SilentReporter())
     plan = replace(job.residency, streamed=tuple(range(layers)))
     loaded = load_model(folder, first.hf_config, first.tokenizer, config, reporter, plan=plan)
     with closing(loaded):
@@ -147,9 +146,7 @@ def bench_draft(request: Request, benchmark: DraftBenchmark, config: Config, rep
         try:
             for number, prompt in enumerate(prompts, start=1):
                 with reporter.stage(f"{prompt.kind} {number}/{len(prompts)}"):
-                    planned = plan_job(read(prompt), config, SilentReporter())
-                    check_policy(planned.residency.kv_policy, config.kv)
-                    bench.measure(planned, prompt.kind, rows)
+                    bench.measure(plan_as_asked(read(prompt), config, SilentReporter()), prompt.kind, rows)
         except KeyboardInterrupt:
             if not result.has_figures:
                 raise

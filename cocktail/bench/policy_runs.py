@@ -17,14 +17,14 @@ from cocktail.bench.evidence import Spans, held_tokens, tokens_within
 from cocktail.bench.quality_data import Question
 from cocktail.bench.quality_settings import BASELINE, Comparison, Rule
 from cocktail.bench.question_windows import Window
-from cocktail.bench.workload import check_policy
+from cocktail.bench.workload import plan_as_asked
 from cocktail.bit_plan import BitPlan
 from cocktail.config import Config
 from cocktail.decode import generate
 from cocktail.errors import ModelError
 from cocktail.generation import Generation
 from cocktail.interrupts import check_interrupt
-from cocktail.job import Job, plan_job
+from cocktail.job import Job
 from cocktail.kept_context import KeptDocument, KeptKV
 from cocktail.kv_cache import MixedKVCache
 from cocktail.loaded_models import LoadedModels
@@ -126,9 +126,7 @@ class PolicyRuns:
         config = config.with_policy(rule.kv, **{name: value for name, value in own.items() if value is not None})
         if rule.shuffled:
             reading = shuffled(reading, self._comparison.seed)
-        job = plan_job(reading, config, SilentReporter())
-        check_policy(job.residency.kv_policy, rule.kv)
-        return replace(job, keeps_context=True)
+        return replace(plan_as_asked(reading, config, SilentReporter()), keeps_context=True)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yields each question's results as JSON."""

@@ -41,9 +41,7 @@ class Workload:
         Raises:
             BudgetError: It needs more memory than there is, or fits only at another policy.
         """
-        job = plan_job(self.reading, self.config.with_policy(policy), reporter)
-        check_policy(job.residency.kv_policy, policy)
-        return job
+        return plan_as_asked(self.reading, self.config.with_policy(policy), reporter)
 
     def short(self) -> Workload:
         """The start of this workload, with every precision in its plan, to warm up on."""
@@ -53,6 +51,17 @@ class Workload:
         generated = min(_WARM_UP_GENERATED, self.config.max_tokens)
         capacity = len(cut.suffixes[0]) + generated
         return Workload(replace(cut, scores=scores, tail_capacity=capacity), replace(self.config, max_tokens=generated))
+
+
+def plan_as_asked(reading: Reading, config: Config, reporter: Reporter) -> Job:
+    """`plan_job`, for figures that stand under the name of the policy that was asked for.
+
+    Raises:
+        CocktailError: as `plan_job` and `check_policy` raise it.
+    """
+    job = plan_job(reading, config, reporter)
+    check_policy(job.residency.kv_policy, config.kv)
+    return job
 
 
 def check_policy(held: str, asked: str) -> None:

@@ -179,15 +179,16 @@ def _fail(cause: BaseException, arguments: Sequence[str], warned: Sequence[str])
         sys.stderr.write(f"{red}error:{plain} {one_line(error.message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {one_line(error.hint)}\n")
+    is_benchmark = asks_for_json(options)
+    if not is_benchmark and "--json" not in options:
+        return exit_code
+    body = error_json(code, error.message, error.hint) | {"warnings": list(warned)}
+    if code == "interrupted":
+        body["finish_reason"] = code
+    if is_benchmark:
+        found = error.result if isinstance(error, NothingMeasuredError) else {}
+        body = {**found, **{key: body[key] for key in ("schema_version", "ok", "warnings", "error")}}
     with suppress(OSError, CocktailError):
-        body = error_json(code, error.message, error.hint) | {"warnings": list(warned)}
-        if code == "interrupted":
-            body["finish_reason"] = code
-        if asks_for_json(options):
-            found = error.result if isinstance(error, NothingMeasuredError) else {}
-            body = {**found, **{key: body[key] for key in ("schema_version", "ok", "warnings", "error")}}
-        elif "--json" not in options:
-            return exit_code
         Output().write(json_line(body) + "\n")
     return exit_code
 

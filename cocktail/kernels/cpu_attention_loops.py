@@ -39,6 +39,30 @@ from cocktail.kernels.segment import UNQUANTIZED
 FEW_TILE = 256
 
 
+@njit
+def read_span(span: Any) -> Any:
+    """Blocks first <= b < last, and the tokens of each, of a range of `work_items`."""
+    return load_i64(span, 1), load_i64(span, 2), load_i64(span, 3), load_i64(span, 4)
+
+
+@njit
+def read_side(row: Any, rows: Any, bits: Any, kind: Any) -> Any:
+    """Address, bits and number format of a segment's keys or values, given their columns; `kind` is the unquantized."""
+    held = load_i64(row, bits)
+    return load_i64(row, rows), held, kind if held == UNQUANTIZED else held
+
+
+@njit
+def read_blocks(row: Any) -> Any:
+    """Tokens of a segment's block, its number of blocks in memory, and addresses of where they and their scales are."""
+    return (
+        load_i64(row, columns.BLOCK_SIZE),
+        load_i64(row, columns.PHYSICAL_BLOCKS),
+        load_i64(row, columns.BLOCK_TABLE),
+        load_i64(row, columns.SCALE_INDEX),
+    )
+
+
 @njit(fastmath=True)
 def attend_blocks_few(
     dim: Any,
@@ -54,14 +78,12 @@ def attend_blocks_few(
     out: Any,
 ) -> None:
     """As `attend_blocks`, for the query rows of one decode step, as many at a time as `few` has elements."""
-    first, last = load_i64(span, 1), load_i64(span, 2)
-    first_token, last_token = load_i64(span, 3), load_i64(span, 4)
+    first, last, first_token, last_token = read_span(span)
     num_rows, head_dim, groups = query.shape[0], query.shape[1], len(parts)
     width = FEW_TILE + LANES
-    k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
-    key_rows, value_rows = load_i64(row, columns.KEY), load_i64(row, columns.VALUE)
-    block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
-    block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
+    key_rows, k_bits, k_kind = read_side(row, columns.KEY, columns.K_BITS, kind)
+    value_rows, v_bits, v_kind = read_side(row, columns.VALUE, columns.V_BITS, kind)
+    block_size, physical_blocks, block_table, scale_index = read_blocks(row)
     scores = np.empty((num_rows, width), np.float32)
     weights = np.empty((num_rows * groups, width), np.float32)
     scaled = query if k_bits == UNQUANTIZED else np.empty((num_rows, head_dim), np.float32)
@@ -70,8 +92,6 @@ def attend_blocks_few(
     value_scale = np.zeros((groups, width), np.float32)
     value_zero = np.zeros((groups, width), np.float32)
     added = np.zeros((num_rows, head_dim), np.float32)
-    k_kind = kind if k_bits == UNQUANTIZED else k_bits
-    v_kind = kind if v_bits == UNQUANTIZED else v_bits
     blocks, part = max(1, FEW_TILE // block_size), min(block_size, FEW_TILE)
     folded = np.int64(-1)
     for start in range(first, last, blocks):
@@ -129,22 +149,18 @@ def attend_blocks(
     out: Any,
 ) -> None:
     """The blocks and tokens of a range of `work_items` at address `span`; `row` is the address of a table's row."""
-    first, last = load_i64(span, 1), load_i64(span, 2)
-    first_token, last_token = load_i64(span, 3), load_i64(span, 4)
+    first, last, first_token, last_token = read_span(span)
     num_rows, head_dim = query.shape
     tile_tokens, groups = min(MAX_TILE, max(MIN_TILE, TILE_VALUES // head_dim)), len(parts)
     width = tile_tokens + LANES
-    key_rows, value_rows = load_i64(row, columns.KEY), load_i64(row, columns.VALUE)
-    k_bits, v_bits = load_i64(row, columns.K_BITS), load_i64(row, columns.V_BITS)
-    block_size, physical_blocks = load_i64(row, columns.BLOCK_SIZE), load_i64(row, columns.PHYSICAL_BLOCKS)
-    block_table, scale_index = load_i64(row, columns.BLOCK_TABLE), load_i64(row, columns.SCALE_INDEX)
+    key_rows, k_bits, k_kind = read_side(row, columns.KEY, columns.K_BITS, kind)
+    value_rows, v_bits, v_kind = read_side(row, columns.VALUE, columns.V_BITS, kind)
+    block_size, physical_blocks, block_table, scale_index = read_blocks(row)
     # Tokens that fill a last block up are scored too: there is room for them.
     tile, scores = aligned(width, head_dim), aligned(num_rows, width)
     scale, zero = np.empty(head_dim, np.float32), np.zeros(head_dim, np.float32)
     value_scale = np.zeros((groups, width), np.float32)
     value_zero = np.zeros((groups, width), np.float32)
-    k_kind = kind if k_bits == UNQUANTIZED else k_bits
-    v_kind = kind if v_bits == UNQUANTIZED else v_bits
     # A tile is several whole blocks, or a part of one.
     blocks, part = max(1, tile_tokens // block_size), min(block_size, tile_tokens)
     for start in range(first, last, blocks):
